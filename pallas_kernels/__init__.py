@@ -1,0 +1,7 @@
+"""Attention over a paged, context-sharded cache. Independent of jaxspec: arrays in, arrays out.
+
+One folder a kernel. Its `__init__.py` is the public function; `reference.py` is what it computes, in plain JAX.
+
+Letters in shapes: B sequences, T query tokens of each, H query heads, K key-value heads, D head size, L layers,
+P pages, S tokens of a page that are on this device, M pages of a sequence.
+"""

@@ -1,0 +1,93 @@
+"""The target's key-value cache on the device: pages for accepted tokens, a pending buffer for the tree in flight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache.pages import TRASH_PAGE, PageGeometry
+from jaxspec.mesh import DCP, PP, TP, rank
+from pallas_kernels.kv_commit import commit_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TargetCache:
+    """Keys (index 0) and values (1) of every layer slot; `pp` is 1 in the view of a device.
+
+    A verify never writes pages: the K/V of a tree waits in `pending` until the group's next visit has the accepted
+    path. Trees, chains, dcp and pp all take this one way, and nothing is ever rolled back.
+    """
+
+    pages: Float[Array, "pp L 2 P S K D"]
+    pending: Float[Array, "pp L 2 slots T K D"]
+
+    @staticmethod
+    def specs() -> "TargetCache":
+        return TargetCache(pages=P(PP, None, None, None, DCP, TP), pending=P(PP, None, None, None, None, TP))
+
+    def commit(
+        self,
+        first_slot: Int[Array, ""],
+        nodes: Int[Array, "B A"],
+        positions: Int[Array, "B A"],
+        is_written: Bool[Array, "B A"],
+        page_table: Int[Array, "B M"],
+        geometry: PageGeometry,
+    ) -> "TargetCache":
+        """Moves accepted rows of B slots from `pending` to the pages of their positions, on the rank that owns each."""
+        layers, _, _, t, k, d = self.pending.shape[1:]
+        rows = lax.dynamic_slice(self.pending[0], (0, 0, first_slot, 0, 0, 0), (layers, 2, len(page_table), t, k, d))
+        page, offset, is_mine = local_address(positions, page_table, geometry)
+        pages = commit_rows(self.pages[0], rows, nodes, page, offset, is_mine & is_written)
+        return dataclasses.replace(self, pages=pages[None])
+
+    def put_pending(
+        self,
+        layer: int,
+        first_slot: Int[Array, ""],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        is_written: Bool[Array, ""],
+    ) -> "TargetCache":
+        """Keeps this round's tree K/V of one layer; unless `is_written`, nothing changes."""
+        new = jnp.stack([k, v])[None].astype(self.pending.dtype)
+        start = (layer, 0, first_slot, 0, 0, 0)
+        old = lax.dynamic_slice(self.pending[0], start, new.shape)
+        pending = lax.dynamic_update_slice(self.pending[0], jnp.where(is_written, new, old), start)
+        return dataclasses.replace(self, pending=pending[None])
+
+    def put_rows(
+        self,
+        layer: int,
+        k: Float[Array, "C K D"],
+        v: Float[Array, "C K D"],
+        positions: Int[Array, "C"],
+        is_written: Bool[Array, "C"],
+        page_row: Int[Array, "M"],
+        geometry: PageGeometry,
+    ) -> "TargetCache":
+        """Writes prompt K/V of one layer straight into pages."""
+        page, offset, is_mine = local_address(positions[None], page_row[None], geometry)
+        keep = is_mine[0] & is_written
+        rows = jnp.where(keep[None, :, None, None], jnp.stack([k, v]), 0).astype(self.pages.dtype)
+        pages = self.pages[0].at[layer, :, jnp.where(keep, page[0], TRASH_PAGE), offset[0]]
+        # Advanced indices apart from each other put the row axis first.
+        return dataclasses.replace(self, pages=pages.set(rows.swapaxes(0, 1))[None])
+
+
+def local_address(
+    positions: Int[Array, "B A"], page_table: Int[Array, "B M"], geometry: PageGeometry
+) -> tuple[Int[Array, "B A"], Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Page, offset on the owning rank, and whether that is this rank.
+
+    A position past the table has no page: it is nobody's.
+    """
+    index, offset = jnp.divmod(positions, geometry.page_size)
+    is_inside = index < page_table.shape[1]
+    page = jnp.take_along_axis(page_table, jnp.where(is_inside, index, 0), axis=1)
+    owner, local_offset = jnp.divmod(offset, geometry.local_size)
+    return page, local_offset, is_inside & (owner == rank((DCP,)))

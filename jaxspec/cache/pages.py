@@ -1,0 +1,57 @@
+"""Pages on the host: which are free, and how positions map to them.
+
+Page 0 belongs to no request. Table entries that are not granted point to it, so it is read (and masked), and writes
+that must not happen go to it as zeros.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+TRASH_PAGE = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PageGeometry:
+    """How a sequence is cut.
+
+    Rank r of a dcp group holds offsets `[r*S/c, (r+1)*S/c)` of every page of S tokens, c ranks in all; so every rank
+    has the same page table, and bytes per token and device are 1/c.
+    """
+
+    page_size: int
+    dcp: int
+
+    @property
+    def local_size(self) -> int:
+        return self.page_size // self.dcp
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def local_length(self, length: Int[Array, "..."], rank: Int[Array, ""] | int) -> Int[Array, "..."]:
+        """How many of the first `length` tokens rank `rank` of the dcp group holds."""
+        full, partial = jnp.divmod(length, self.page_size)
+        return full * self.local_size + jnp.clip(partial - rank * self.local_size, 0, self.local_size)
+
+
+class PagePool:
+    """The free pages. Pages are granted and returned whole."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, TRASH_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def grant(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing changes) where fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        self._free.extend(reversed(pages))

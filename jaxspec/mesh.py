@@ -1,0 +1,138 @@
+"""The device mesh, and the collectives that cross it: the one place that names its axes.
+
+`pp` holds pipeline stages, `tp` splits the weights of a layer, `dcp` splits the key-value cache along the sequence
+(and the weights of a layer further). Code that runs inside `jax.shard_map` talks across devices only through the
+functions below, so that a faster exchange can replace a collective in one place.
+"""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Int, Shaped
+
+from jaxspec.errors import UserError
+
+PP, TP, DCP = "pp", "tp", "dcp"
+AXES = (PP, TP, DCP)
+# Weights of a layer are split over both of these; query heads too.
+MODEL_AXES = (TP, DCP)
+
+type AxisNames = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh axes; 1 is valid for each."""
+
+    pp: int = 1
+    tp: int = 1
+    dcp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if not (isinstance(size := getattr(self, axis), int) and size >= 1):
+                raise UserError(f"mesh axis {axis}={size!r} must be an integer of at least 1, as in mesh 2,1,2")
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        """Reads `pp,tp,dcp`, for instance `2,1,2`."""
+        parts = text.split(",")
+        if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+            raise UserError(f"mesh {text!r} must be three integers pp,tp,dcp of at least 1, for instance 2,1,2")
+        return cls(*(int(part) for part in parts))
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.tp * self.dcp
+
+    def axis_size(self, axes: AxisNames) -> int:
+        size = 1
+        for axis in axes:
+            size *= getattr(self, axis)
+        return size
+
+    def __str__(self) -> str:
+        return f"{self.pp},{self.tp},{self.dcp}"
+
+
+def make_mesh(shape: MeshShape) -> Mesh:
+    """A mesh over the first devices there are.
+
+    On CPUs a mesh larger than one device is simulated, which must be settled before JAX is first used.
+
+    Raises:
+      UserError: there are fewer devices than the mesh needs.
+    """
+    if shape.size > 1:
+        _simulate_cpu_devices(shape.size)
+    devices = jax.devices()
+    if len(devices) < shape.size:
+        remedy = (
+            f"start Python with JAX_NUM_CPU_DEVICES={shape.size} to simulate them, or make the mesh before any other use of JAX"
+            if devices[0].platform == "cpu"
+            else "choose a smaller mesh"
+        )
+        raise UserError(f"mesh {shape} needs {shape.size} devices but there are {len(devices)}: {remedy}")
+    return jax.make_mesh(
+        (shape.pp, shape.tp, shape.dcp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: shape.size]
+    )
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def _simulate_cpu_devices(count: int) -> None:
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+        except RuntimeError:
+            return  # JAX is in use already: `make_mesh` counts what there is
+    # Several programs queued on simulated devices can starve each other's collectives, and XLA then aborts.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def all_reduce(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "*S"]:
+    """Sum over the devices along `axes`; every rank gets the same bits."""
+    return lax.psum(x, axes)
+
+
+def all_max(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "*S"]:
+    return lax.pmax(x, axes)
+
+
+def gather(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "n *S"]:
+    """Stacks every rank's `x`, in the order of `rank(axes)`."""
+    return lax.all_gather(x, axes)
+
+
+def exchange(x: Shaped[Array, "n *S"], axis: str) -> Shaped[Array, "n *S"]:
+    """All-to-all: row i goes to rank i of `axis`, and row j of the result came from rank j."""
+    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+def to_next_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
+    """Hands `x` to the next pipeline stage; the last stage's goes to stage 0, which ignores it."""
+    return lax.ppermute(x, PP, [(stage, (stage + 1) % stages) for stage in range(stages)])
+
+
+def broadcast_from_last_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
+    return lax.psum(jnp.where(lax.axis_index(PP) == stages - 1, x, jnp.zeros_like(x)), PP)
+
+
+def publish(x: Int[Array, "*S"], stages: int) -> Int[Array, "*S"]:
+    """Every device takes the integers that the first rank of the last stage decided.
+
+    One source for a decision, so that devices can't drift apart over a rounding difference.
+    """
+    is_source = rank(AXES) == (stages - 1) * lax.axis_size(TP) * lax.axis_size(DCP)
+    return lax.psum(jnp.where(is_source, x, 0), AXES)
+
+
+def rank(axes: AxisNames) -> Int[Array, ""]:
+    """This device's index along `axes`, the last axis fastest."""
+    return lax.axis_index(axes)

@@ -1,0 +1,254 @@
+"""The target's modules, in the view of one device: what a pipeline stage runs, and the ends of the model.
+
+Arrays are described first (globally, with the mesh axes that split them), then the forward pass, then how canonical
+tensors become these arrays. Every layer is a module of its own with one array a matrix: a slice of stacked weights
+would be copied before each product.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxspec.mesh import MODEL_AXES, PP, TP, AxisNames, MeshShape, all_reduce, rank
+from jaxspec.models import rope, tensors
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.heads import HeadLayout, head_layout, take_heads
+
+# (cache, layer, q, k, v) -> (attention output of this device's own query heads, cache). The tick supplies it: a model
+# knows rows and positions, not trees, pages or prompt chunks.
+type Attend[Cache] = Callable[
+    [Cache, int, Float[Array, "N H D"], Float[Array, "N K D"], Float[Array, "N K D"]],
+    tuple[Float[Array, "N own_H*D"], Cache],
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderLayout:
+    """How a model of `config` lies on a mesh: which layers a stage runs, padded heads, the tail's split."""
+
+    config: ModelConfig
+    mesh: MeshShape
+    tail_axes: AxisNames
+    dtype: jnp.dtype
+
+    @property
+    def heads(self) -> HeadLayout:
+        return head_layout(self.config, self.mesh)
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each stage; the first ones take what does not divide."""
+        base, rest = divmod(self.config.num_layers, self.mesh.pp)
+        return tuple(base + (stage < rest) for stage in range(self.mesh.pp))
+
+    @property
+    def layer_slots(self) -> int:
+        """Layers that every stage steps through; a shorter stage passes its rows through the last one unchanged."""
+        return max(self.stage_sizes)
+
+    def layer_of(self, stage: int, slot: int) -> int | None:
+        """The model's layer in a stage's slot, or None for padding."""
+        return sum(self.stage_sizes[:stage]) + slot if slot < self.stage_sizes[stage] else None
+
+    @property
+    def padded_ffn(self) -> int:
+        split = self.mesh.axis_size(MODEL_AXES)
+        return -(-self.config.intermediate_size // split) * split
+
+    @property
+    def padded_vocab(self) -> int:
+        split = self.mesh.axis_size(self.tail_axes)
+        return -(-self.config.vocab_size // split) * split
+
+    @property
+    def shares_head(self) -> bool:
+        """One array serves as embedding and head: they are tied, and neither is split."""
+        return self.config.tie_embeddings and self.padded_vocab == self.config.vocab_size and self._tail_size == 1
+
+    @property
+    def _tail_size(self) -> int:
+        return self.mesh.axis_size(self.tail_axes)
+
+
+def parameter(shape: tuple[int, ...], spec: P, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=spec)
+
+
+def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 (Zhang and Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight
+
+
+class DecoderLayer(nnx.Module):
+    """One layer slot of every stage: pre-norm attention and a SwiGLU feed-forward, each added to the residual."""
+
+    def __init__(self, layout: DecoderLayout):
+        config, heads, mesh, dtype = layout.config, layout.heads, layout.mesh, layout.dtype
+        pp, e, d = mesh.pp, config.hidden_size, config.head_dim
+        qkv = (heads.query_heads + 2 * heads.kv_heads) * d
+        self.layout = layout
+        self.norms = parameter((pp, 2, e), P(PP), dtype)
+        # Columns of one tp rank lie together: its query heads, its key heads, its value heads. The dcp ranks of a
+        # group repeat this product, which is cheaper than exchanging queries.
+        self.qkv = parameter((pp, e, qkv), P(PP, None, TP), dtype)
+        self.out = parameter((pp, heads.query_heads * d, e), P(PP, MODEL_AXES), dtype)
+        # Columns of one rank lie together: its gate, its up.
+        self.gate_up = parameter((pp, e, 2 * layout.padded_ffn), P(PP, None, MODEL_AXES), dtype)
+        self.down = parameter((pp, layout.padded_ffn, e), P(PP, MODEL_AXES), dtype)
+        if config.qkv_bias:
+            self.qkv_bias = parameter((pp, qkv), P(PP, TP), dtype)
+        if config.mlp_bias:
+            self.gate_up_bias = parameter((pp, 2 * layout.padded_ffn), P(PP, MODEL_AXES), dtype)
+        if config.output_bias or config.mlp_bias:
+            self.row_biases = parameter((pp, 2, e), P(PP), dtype)
+        if config.qk_norm:
+            self.qk_norms = parameter((pp, 2, d), P(PP), dtype)
+
+    def __call__[Cache](
+        self, x: Float[Array, "N E"], positions: Int[Array, "N"], slot: int, attend: Attend[Cache], cache: Cache
+    ) -> tuple[Float[Array, "N E"], Cache]:
+        config, heads, mesh = self.layout.config, self.layout.heads, self.layout.mesh
+        d, local_kv = config.head_dim, heads.kv_heads // mesh.tp
+        local_q = local_kv * heads.queries_per_kv
+
+        fused = rms_norm(x, self.norms[0, 0], config.norm_eps) @ self.qkv[0]
+        if config.qkv_bias:
+            fused = fused + self.qkv_bias[0]
+        q, k, v = jnp.split(fused.reshape(len(x), -1, d), [local_q, local_q + local_kv], axis=1)
+        if config.qk_norm:
+            q, k = (rms_norm(h, self.qk_norms[0, i], config.norm_eps) for i, h in enumerate((q, k)))
+        frequency = rope.frequencies(config)
+        attended, cache = attend(
+            cache, slot, rope.rotate(q, positions, frequency), rope.rotate(k, positions, frequency), v
+        )
+        x = x + all_reduce(attended @ self.out[0], MODEL_AXES)
+        if config.output_bias:
+            x = x + self.row_biases[0, 0]
+
+        gate_up = rms_norm(x, self.norms[0, 1], config.norm_eps) @ self.gate_up[0]
+        if config.mlp_bias:
+            gate_up = gate_up + self.gate_up_bias[0]
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        x = x + all_reduce((jax.nn.silu(gate) * up) @ self.down[0], MODEL_AXES)
+        if config.mlp_bias:
+            x = x + self.row_biases[0, 1]
+        return x, cache
+
+    @staticmethod
+    def pack(layout: DecoderLayout, canonical: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This layer's arrays, without the stage axis, from its canonical tensors (names after `model.layers.N.`)."""
+        config, heads, mesh = layout.config, layout.heads, layout.mesh
+        d, tp, split = config.head_dim, mesh.tp, mesh.axis_size(MODEL_AXES)
+
+        def columns(name: str, sources: tuple[int, ...], kind: str) -> np.ndarray:
+            """[..., tp, columns of a tp rank]"""
+            tensor = canonical[f"self_attn.{name}_proj.{kind}"]
+            picked = take_heads(tensor.reshape(-1, d, *tensor.shape[1:]), sources)
+            return np.moveaxis(picked.reshape(tp, -1, *tensor.shape[1:]), (0, 1), (-2, -1))
+
+        def fused_qkv(kind: str) -> np.ndarray:
+            parts = [
+                columns("q", heads.query_sources, kind),
+                columns("k", heads.kv_sources, kind),
+                columns("v", heads.kv_sources, kind),
+            ]
+            joined = np.concatenate(parts, axis=-1)
+            return joined.reshape(*joined.shape[:-2], -1)
+
+        def ffn_columns(kind: str) -> np.ndarray:
+            parts = []
+            for name in ("gate", "up"):
+                tensor = np.moveaxis(canonical[f"mlp.{name}_proj.{kind}"], 0, -1)
+                parts.append(_pad_axis(tensor, -1, layout.padded_ffn).reshape(*tensor.shape[:-1], split, -1))
+            joined = np.concatenate(parts, axis=-1)
+            return joined.reshape(*joined.shape[:-2], -1)
+
+        output = canonical["self_attn.o_proj.weight"].T
+        packed = {
+            "norms": np.stack([canonical["input_layernorm.weight"], canonical["post_attention_layernorm.weight"]]),
+            "qkv": fused_qkv("weight"),
+            "out": take_heads(output.reshape(-1, d, output.shape[1]), heads.query_sources).reshape(-1, output.shape[1]),
+            "gate_up": ffn_columns("weight"),
+            "down": _pad_axis(canonical["mlp.down_proj.weight"].T, 0, layout.padded_ffn),
+        }
+        if config.qkv_bias:
+            packed["qkv_bias"] = fused_qkv("bias")
+        if config.mlp_bias:
+            packed["gate_up_bias"] = ffn_columns("bias")
+        if config.output_bias or config.mlp_bias:
+            zero = np.zeros(config.hidden_size, output.dtype)
+            packed["row_biases"] = np.stack(
+                [canonical.get("self_attn.o_proj.bias", zero), canonical.get("mlp.down_proj.bias", zero)]
+            )
+        if config.qk_norm:
+            packed["qk_norms"] = np.stack([canonical["self_attn.q_norm.weight"], canonical["self_attn.k_norm.weight"]])
+        return packed
+
+
+class Decoder(nnx.Module):
+    """The whole target: embedding and head at its ends, `layer_slots` layers on every stage."""
+
+    def __init__(self, layout: DecoderLayout):
+        config, dtype = layout.config, layout.dtype
+        self.layout = layout
+        # Replicated: reading one row is cheaper than any exchange.
+        self.embedding = parameter((config.vocab_size, config.hidden_size), P(), dtype)
+        self.layers = nnx.List([DecoderLayer(layout) for _ in range(layout.layer_slots)])
+        self.final_norm = parameter((config.hidden_size,), P(), dtype)
+        if not layout.shares_head:
+            self.head = parameter((layout.padded_vocab, config.hidden_size), P(layout.tail_axes), dtype)
+
+    def embed(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R E"]:
+        """Rows of the embedding; -1 (an empty tree node) reads row 0."""
+        return self.embedding[...][jnp.maximum(tokens, 0)]
+
+    def stage[Cache](
+        self, x: Float[Array, "N E"], positions: Int[Array, "N"], attend: Attend[Cache], cache: Cache
+    ) -> tuple[Float[Array, "N E"], Cache]:
+        """This stage's layers over N rows."""
+        sizes = self.layout.stage_sizes
+        for slot, layer in enumerate(self.layers):
+            y, cache = layer(x, positions, slot, attend, cache)
+            if min(sizes) == max(sizes):
+                x = y
+            else:
+                x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x)
+        return x, cache
+
+    def final_hidden(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
+        return rms_norm(x, self.final_norm[...], self.layout.config.norm_eps)
+
+    def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... local_V"]:
+        """Float32 logits of this device's part of the padded vocabulary, from `final_hidden`."""
+        head = self.embedding if self.layout.shares_head else self.head
+        return jnp.einsum("...e,ve->...v", hidden, head[...], preferred_element_type=jnp.float32)
+
+    @staticmethod
+    def pack_ends(layout: DecoderLayout, name: str, canonical: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The array called `name` that belongs to no layer."""
+        if name == "embedding":
+            return canonical[tensors.EMBEDDING]
+        if name == "final_norm":
+            return canonical[tensors.FINAL_NORM]
+        return _pad_axis(canonical[head_tensor(layout.config)], 0, layout.padded_vocab)
+
+
+def head_tensor(config: ModelConfig) -> str:
+    return tensors.EMBEDDING if config.tie_embeddings else tensors.HEAD
+
+
+def _pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return np.pad(x, widths)

@@ -1,0 +1,72 @@
+"""How attention heads are padded and split so that any mesh can hold them.
+
+Padding belongs to the mesh, never to a checkpoint. Padded heads have zero weights, and the output projection has
+zero rows for them, so they change nothing.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxspec.mesh import MeshShape
+from jaxspec.models.config import ModelConfig
+
+PADDED = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLayout:
+    """Where each canonical head goes.
+
+    The padded model has `kv_heads` KV heads (a multiple of tp), each serving `queries_per_kv` query heads; their
+    product is a multiple of tp * dcp. Where tp exceeds the model's KV heads, each is repeated `repeats` times and its
+    query heads are dealt out among the copies.
+
+    Attributes:
+      kv_sources: canonical KV head of each padded one, or `PADDED`.
+      query_sources: canonical query head of each padded one, in the order of the KV heads, or `PADDED`.
+    """
+
+    kv_heads: int
+    queries_per_kv: int
+    kv_sources: tuple[int, ...]
+    query_sources: tuple[int, ...]
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.queries_per_kv
+
+
+def head_layout(config: ModelConfig, mesh: MeshShape) -> HeadLayout:
+    """The least padding with which the heads divide over the mesh.
+
+    9 query and 3 KV heads become 12/3 on tp 1, dcp 2; 16/4 on tp 2, dcp 4; 8/8 (each of 4 KV heads twice) on tp 8.
+    """
+    canonical, group = config.num_kv_heads, config.queries_per_kv_head
+    if mesh.tp <= canonical:
+        distinct, repeats = -(-canonical // mesh.tp) * mesh.tp, 1
+    else:
+        distinct = next(n for n in range(canonical, mesh.tp + 1) if mesh.tp % n == 0)
+        repeats = mesh.tp // distinct
+    queries = -(-group // repeats)
+    while (distinct * repeats * queries) % (mesh.tp * mesh.dcp):
+        queries += 1
+
+    def query_source(kv: int, copy: int, member: int) -> int:
+        index = copy * queries + member
+        return kv * group + index if kv < canonical and index < group else PADDED
+
+    slots = [(kv, copy) for kv in range(distinct) for copy in range(repeats)]
+    return HeadLayout(
+        kv_heads=distinct * repeats,
+        queries_per_kv=queries,
+        kv_sources=tuple(kv if kv < canonical else PADDED for kv, _ in slots),
+        query_sources=tuple(query_source(kv, copy, member) for kv, copy in slots for member in range(queries)),
+    )
+
+
+def take_heads(x: np.ndarray, sources: tuple[int, ...]) -> np.ndarray:
+    """Picks heads along axis 0 of `x` [heads, ...]; padded ones are zero."""
+    picked = x[np.maximum(sources, 0)]
+    picked[np.array(sources) == PADDED] = 0
+    return picked

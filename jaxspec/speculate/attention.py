@@ -1,0 +1,105 @@
+"""Attention of one stage's visit: trees of a group over their prefixes, and the lane's chunk over its own.
+
+Both are the same decomposition. A prefix part over pages, which each dcp rank computes for all query heads of its
+group over the tokens it holds, then one exchange that brings every rank the partial results of its own heads; and a
+part among the new rows, which each rank computes for its own heads only (inside the exchange it would count once a
+rank). The parts are joined by their log-sum-exp.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec.cache.paged import TargetCache
+from jaxspec.cache.pages import PageGeometry
+from jaxspec.mesh import DCP, exchange, rank
+from jaxspec.speculate.lane import LaneRows
+from pallas_kernels.chunk_prefill import causal_attention
+from pallas_kernels.context_decode import context_decode
+from pallas_kernels.lse_merge import merge
+from pallas_kernels.tree_attention import tree_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitAttention:
+    """The `attend` that a stage hands to its layers. Rows are the B * T tree nodes, then the lane's, then padding.
+
+    Attributes:
+      first_slot: of the group's B slots.
+      is_occupied: a group is there at all; else nothing may be kept of its rows.
+      lengths, page_table, ancestors: of the group's slots.
+      lane: the chunk, or None in a program without a lane.
+    """
+
+    geometry: PageGeometry
+    first_slot: Int[Array, ""]
+    is_occupied: Bool[Array, ""]
+    lengths: Int[Array, "B"]
+    page_table: Int[Array, "B M"]
+    ancestors: UInt32[Array, "B T 2"]
+    lane: LaneRows | None
+
+    def __call__(
+        self,
+        cache: TargetCache,
+        layer: int,
+        q: Float[Array, "N H D"],
+        k: Float[Array, "N K D"],
+        v: Float[Array, "N K D"],
+    ) -> tuple[Float[Array, "N own_H*D"], TargetCache]:
+        b, t = self.ancestors.shape[:2]
+        tree_q, tree_k, tree_v = (x[: b * t].reshape(b, t, *x.shape[1:]) for x in (q, k, v))
+        cache = cache.put_pending(layer, self.first_slot, tree_k, tree_v, self.is_occupied)
+        rows = [self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)]
+        if self.lane is not None:
+            chunk = slice(b * t, b * t + len(self.lane.tokens))
+            positions = self.lane.start + jnp.arange(len(self.lane.tokens))
+            is_valid = jnp.arange(len(self.lane.tokens)) < self.lane.length
+            cache = cache.put_rows(layer, k[chunk], v[chunk], positions, is_valid, self.lane.page_row, self.geometry)
+            rows.append(self._chunk(cache, layer, q[chunk], k[chunk], v[chunk]).reshape(len(positions), -1))
+        out = jnp.concatenate(rows).astype(q.dtype)
+        return jnp.pad(out, ((0, len(q) - len(out)), (0, 0))), cache
+
+    def _trees(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
+        prefix = self._prefix(cache, layer, q, self.page_table, self.lengths)
+        own_q, own_k, own_v = self._own_heads(q, k, v)
+        among = tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q))
+        return _join(prefix, among)
+
+    def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
+        assert self.lane is not None
+        output, lse = self._prefix(cache, layer, q[None], self.lane.page_row[None], self.lane.start[None])
+        among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
+        return _join((output[0], lse[0]), among)
+
+    def _prefix(
+        self, cache: TargetCache, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
+    ) -> tuple[Float[Array, "B T own_H D"], Float[Array, "B T own_H"]]:
+        """Attention over all tokens in pages, for this rank's own heads."""
+        local = self.geometry.local_length(lengths, rank((DCP,)))
+        output, lse = context_decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q))
+        ranks = self.geometry.dcp
+        if ranks == 1:
+            return output, lse
+        packed = jnp.concatenate([output, lse[..., None]], axis=-1)
+        by_owner = jnp.moveaxis(packed.reshape(*packed.shape[:2], ranks, -1, packed.shape[-1]), 2, 0)
+        parts = exchange(by_owner, DCP)
+        return merge(parts[..., :-1], parts[..., -1])
+
+    def _own_heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """This rank's query heads, each with its KV head. (A rank's heads may begin inside a KV group.)"""
+        ranks, heads, kv_heads = self.geometry.dcp, q.shape[-2], k.shape[-2]
+        if ranks == 1:
+            return q, k, v
+        own = rank((DCP,)) * (heads // ranks) + jnp.arange(heads // ranks)
+        kv_of_own = own // (heads // kv_heads)
+        return jnp.take(q, own, axis=-2), jnp.take(k, kv_of_own, axis=-2), jnp.take(v, kv_of_own, axis=-2)
+
+
+def _scale(q: Float[Array, "... D"]) -> float:
+    return q.shape[-1] ** -0.5
+
+
+def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return merge(jnp.stack([a[0], b[0]]), jnp.stack([a[1], b[1]]))[0]

@@ -1,0 +1,142 @@
+"""A dispatch: one jitted program of several rounds over the whole mesh.
+
+With all groups in flight a dispatch is `rounds * pp` ticks, each with a tail. With one group it is `rounds` rounds of pp
+ticks and one tail. Trip counts are static, and the host chooses among compiled variants where work really differs.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from jaxspec.drafts.interface import Drafter
+from jaxspec.speculate.commands import NO_GROUP, Commands
+from jaxspec.speculate.state import StepSpec, StepState
+from jaxspec.speculate.tail import finish
+from jaxspec.speculate.tick import Entry, Leaving, advance
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What distinguishes the compiled programs of an engine.
+
+    Attributes:
+      is_solo: one group is in flight instead of all.
+      has_lane: prompt chunks ride along.
+      is_greedy: no slot samples.
+      batch: B, slots of a group that take part: the first ones.
+    """
+
+    is_solo: bool
+    has_lane: bool
+    is_greedy: bool
+    batch: int
+
+    def entries(self, spec: StepSpec) -> int:
+        """Groups that enter in a dispatch, and so results of one."""
+        return spec.rounds if self.is_solo else spec.rounds * spec.pp
+
+    def blank_commands(self, spec: StepSpec) -> Commands:
+        lane_entries = self.entries(spec) if self.has_lane else 0
+        return Commands.blank(spec.num_slots, spec.stop_ids, spec.pages_per_slot, lane_entries, spec.chunk)
+
+
+type Step = Callable[[Any, Any, StepState, Array], tuple[StepState, Int[Array, "entries B columns"]]]
+
+
+def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, drafter: Drafter) -> Step:
+    """The program of a variant: (target weights, draft weights, state, packed commands) -> (state, results).
+
+    Args:
+      graph: the target's `nnx.GraphDef`; `weight_specs` are the partition specs of its state.
+
+    Returns:
+      A jitted function that donates the state. Results are in order of leaving, columns as in `tail.py`.
+    """
+    blank = variant.blank_commands(spec)
+
+    def on_device(weights: Any, draft_weights: Any, state: StepState, packed: Array) -> tuple[StepState, Array]:
+        target = nnx.merge(graph, weights)
+        commands = blank.unpack(packed)
+
+        def tail(state: StepState, leaving: Leaving, tick: Array) -> tuple[StepState, Array]:
+            return finish(
+                spec,
+                target,
+                drafter,
+                draft_weights,
+                state,
+                leaving,
+                tick,
+                has_lane=variant.has_lane,
+                is_greedy=variant.is_greedy,
+            )
+
+        def all_groups_tick(state: StepState, tick: Array) -> tuple[StepState, Array]:
+            entry = Entry(
+                group=jnp.where(commands.entering >= 0, tick % spec.pp, NO_GROUP),
+                commands=commands.slots,
+                has_commands=tick < spec.pp,
+                lane=commands.lane.at(tick) if commands.lane is not None else None,
+            )
+            state, leaving = advance(spec, target, state, tick, entry)
+            return tail(state, leaving, tick)
+
+        def one_group_round(state: StepState, round_: Array) -> tuple[StepState, Array]:
+            def relay(tick: Array, carry: tuple[StepState, Any]) -> tuple[StepState, Any]:
+                lane = commands.lane.at(round_) if commands.lane is not None else None
+                if lane is not None:
+                    lane = dataclasses.replace(lane, length=jnp.where(tick == 0, lane.length, 0))
+                entry = Entry(
+                    group=jnp.where(tick == 0, commands.entering, NO_GROUP),
+                    commands=commands.slots,
+                    has_commands=round_ == 0,
+                    lane=lane,
+                )
+                state, leaving = advance(spec, target, carry[0], tick, entry)
+                return state, (leaving.hidden, leaving.lane_hidden)
+
+            before = (state.ring.hidden[0], state.ring.lane_hidden[0])
+            state, leaving = lax.fori_loop(0, spec.pp, relay, (state, before))
+            return tail(state, Leaving(*leaving), jnp.int32(spec.pp - 1))
+
+        body = one_group_round if variant.is_solo else all_groups_tick
+        with _matmul_precision(spec.layout.dtype):
+            return lax.scan(body, state, jnp.arange(variant.entries(spec)))
+
+    state_specs = StepState.specs()
+    sharded = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(weight_specs, P(), state_specs, P()),
+        out_specs=(state_specs, P()),
+        check_vma=False,  # values that differ by stage are masked by hand, which the check does not follow
+    )
+    return jax.jit(sharded, donate_argnums=2)
+
+
+def initial_state(spec: StepSpec, batch: int, mesh: Mesh) -> StepState:
+    """An empty state, born sharded."""
+    shapes = jax.eval_shape(lambda: StepState.empty(spec, batch))
+    prefix = StepState.specs()
+    shardings = jax.tree.map(
+        lambda spec_, part: jax.tree.map(lambda _: NamedSharding(mesh, spec_), part),
+        prefix,
+        shapes,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return jax.jit(lambda: StepState.empty(spec, batch), out_shardings=shardings)()
+
+
+def _matmul_precision(dtype: np.dtype) -> contextlib.AbstractContextManager[Any]:
+    # float32 means float32: a GPU would otherwise multiply in TF32.
+    return jax.default_matmul_precision("highest") if dtype == np.float32 else contextlib.nullcontext()
