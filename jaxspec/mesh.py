@@ -72,7 +72,7 @@ def make_mesh(shape: MeshShape) -> Mesh:
     devices = jax.devices()
     if len(devices) < shape.size:
         remedy = (
-            f"start Python with JAX_NUM_CPU_DEVICES={shape.size} to simulate them, or make the mesh before any other use of JAX"
+            f"start Python with JAX_NUM_CPU_DEVICES={shape.size} to simulate them, or make the mesh before JAX is used"
             if devices[0].platform == "cpu"
             else "choose a smaller mesh"
         )

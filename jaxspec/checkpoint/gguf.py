@@ -98,9 +98,9 @@ def _config(file: GGUFFile, architecture: str, stored: Mapping[str, str]) -> dic
         value = metadata.get(f"{architecture}.{name}", default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if value is None or isinstance(value, list):
+        if not isinstance(value, int | float) or value <= 0:
             raise UserError(
-                f"{architecture}.{name}={value} in {file.path} must be one number for all layers: "
+                f"{architecture}.{name}={value!r} in {file.path} must be one positive number for all layers: "
                 "use a file of a plain model"
             )
         return value

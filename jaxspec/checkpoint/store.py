@@ -119,6 +119,8 @@ class Checkpoint:
 
     def _check(self, name: str, array: np.ndarray) -> None:
         stored = self.tensors[name]
+        if not isinstance(array, np.ndarray):  # Orbax hands the placeholder back for a tensor that its files lack
+            raise UserError(f"{self.path} is damaged, its params lack {name!r}: {_CONVERT_AGAIN}")
         if (array.shape, array.dtype.name) != (stored.shape, stored.dtype):
             raise UserError(
                 f"tensor {name!r} in {self.path} is {array.dtype.name}{list(array.shape)}, its manifest says "

@@ -218,10 +218,8 @@ class Decoder(nnx.Module):
         sizes = self.layout.stage_sizes
         for slot, layer in enumerate(self.layers):
             y, cache = layer(x, positions, slot, attend, cache)
-            if min(sizes) == max(sizes):
-                x = y
-            else:
-                x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x)
+            may_be_padding = slot >= min(sizes)
+            x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x) if may_be_padding else y
         return x, cache
 
     def final_hidden(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:

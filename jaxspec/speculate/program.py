@@ -1,7 +1,7 @@
 """A dispatch: one jitted program of several rounds over the whole mesh.
 
-With all groups in flight a dispatch is `rounds * pp` ticks, each with a tail. With one group it is `rounds` rounds of pp
-ticks and one tail. Trip counts are static, and the host chooses among compiled variants where work really differs.
+With all groups in flight a dispatch is `rounds * pp` ticks, each with a tail. With one group it is `rounds` rounds of
+pp ticks and one tail. Trip counts are static, and the host chooses among compiled variants where work really differs.
 """
 
 import contextlib

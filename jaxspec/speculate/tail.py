@@ -130,7 +130,12 @@ def finish(
     result = jnp.concatenate(
         [jnp.stack([verdict.kept, verdict.finish, verdict.accepted], axis=1), verdict.emitted], axis=1
     )
-    return dataclasses.replace(state, slots=slots, history=tokens, draft=draft_state), result
+    ring = state.ring
+    if lane is not None:
+        # What has left must not be taken for a chunk when programs with a lane run again.
+        gone = dataclasses.replace(lane, length=jnp.zeros_like(lane.length))
+        ring = dataclasses.replace(ring, lanes=ring.lanes.with_row(place, gone))
+    return dataclasses.replace(state, slots=slots, history=tokens, draft=draft_state, ring=ring), result
 
 
 def judge(

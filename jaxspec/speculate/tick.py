@@ -9,6 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
 from jaxspec.mesh import PP, rank, to_next_stage
 from jaxspec.models.decoder import Decoder
@@ -95,8 +96,10 @@ def enter(spec: StepSpec, state: StepState, tick: Int[Array, ""], entry: Entry) 
     return dataclasses.replace(state, slots=state.slots.with_rows(first_slot, commands.apply(rows)), ring=ring)
 
 
-def commit(spec: StepSpec, state: StepState, first_slot: Array, rows: SlotTable, is_occupied: Array):
-    """The accepted path of the group's last round, from the pending buffer into pages; also for slots that have ended."""
+def commit(
+    spec: StepSpec, state: StepState, first_slot: Int[Array, ""], rows: SlotTable, is_occupied: Bool[Array, ""]
+) -> TargetCache:
+    """The accepted path of the group's last round, from pending into pages; also for slots that have ended."""
     step = jnp.arange(spec.path_length)
     is_written = (step < rows.pending_count[:, None]) & is_occupied
     positions = (rows.length - rows.pending_count)[:, None] + step

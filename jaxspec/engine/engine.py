@@ -1,0 +1,136 @@
+"""The loop between host and device: queue a dispatch, read the one before it."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.drafts.interface import Drafter
+from jaxspec.engine.scheduler import Plan, Scheduler
+from jaxspec.engine.sequence import Sequence, Update
+from jaxspec.speculate.program import Step, Variant, build_step, initial_state
+from jaxspec.speculate.state import Ring, StepSpec
+
+# Dispatches queued before the oldest is read: the host works while the device runs the next.
+_AHEAD = 1
+
+
+class Engine:
+    """A target and a drafter on a mesh, serving sequences.
+
+    Args:
+      graph, weights: the target, as `restore_decoder` returns it.
+      draft_weights: the drafter's, a pytree; `()` for none.
+      on_compile: called with (variant, None) when a program is about to be compiled, (variant, seconds) after.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        mesh: Mesh,
+        graph: Any,
+        weights: Any,
+        drafter: Drafter,
+        draft_weights: Any = (),
+        on_compile: Callable[[Variant, float | None], None] | None = None,
+    ):
+        self.spec, self.mesh, self.drafter = spec, mesh, drafter
+        self.scheduler = Scheduler(spec)
+        self._graph, self._weights, self._draft_weights = graph, weights, draft_weights
+        self._on_compile = on_compile or (lambda variant, seconds: None)
+        self._programs: dict[Variant, Step] = {}
+        self._idle_commands: dict[Variant, tuple[bytes, jax.Array]] = {}
+        self._batch = 1
+        self._state = initial_state(spec, self._batch, mesh)
+        self._in_flight: deque[tuple[Plan, jax.Array]] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        self.scheduler.finish(sequence, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[Update]:
+        """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
+        plan = self.scheduler.plan() if self.scheduler.has_work else None
+        if plan is not None:
+            self._in_flight.append((plan, self._dispatch(plan)))
+        if self._in_flight and (plan is None or len(self._in_flight) > _AHEAD):
+            done, results = self._in_flight.popleft()
+            return self._stamp(self.scheduler.collect(done, np.asarray(results)))
+        assert plan is not None or not self.scheduler.has_work, "requests wait, but nothing can change"
+        return []
+
+    def seconds_per_dispatch(self, repeats: int = 3) -> float:
+        """Time of an empty dispatch of the decode program, which costs what a busy one does: shapes are static."""
+        variant = Variant(is_solo=True, has_lane=False, is_greedy=True, batch=self._batch)
+        plan = Plan(variant, variant.blank_commands(self.spec), [])
+        self._dispatch(plan).block_until_ready()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            result = self._dispatch(plan)
+        result.block_until_ready()
+        return (time.perf_counter() - started) / repeats
+
+    def _dispatch(self, plan: Plan) -> jax.Array:
+        if plan.variant.batch != self._batch:
+            self._resize(plan.variant.batch)
+        program = self._program(plan.variant)
+        self._state, results = program(self._weights, self._draft_weights, self._state, self._send(plan))
+        results.copy_to_host_async()
+        return results
+
+    def _send(self, plan: Plan) -> jax.Array:
+        """The packed commands on every device; most dispatches say the same as the one before them."""
+        packed = plan.commands.pack()
+        content = packed.tobytes()
+        sent = self._idle_commands.get(plan.variant)
+        if sent is None or sent[0] != content:
+            sent = (content, jax.device_put(packed, NamedSharding(self.mesh, P())))
+            self._idle_commands[plan.variant] = sent
+        return sent[1]
+
+    def _resize(self, batch: int) -> None:
+        """Another number of slots a group; the ring is empty then, and only it has that size."""
+        self._batch = batch
+        shardings = jax.tree.map(lambda x: x.sharding, self._state.ring)
+        ring = jax.jit(lambda: Ring.empty(self.spec, batch), out_shardings=shardings)()
+        self._state = dataclasses.replace(self._state, ring=ring)
+
+    def _program(self, variant: Variant) -> Step:
+        if variant not in self._programs:
+            self._on_compile(variant, None)
+            started = time.perf_counter()
+            step = build_step(
+                self.spec, variant, self.mesh, self._graph, nnx.get_partition_spec(self._weights), self.drafter
+            )
+            commands = variant.blank_commands(self.spec).pack()
+            arguments = (
+                self._weights,
+                self._draft_weights,
+                self._state,
+                jax.device_put(commands, NamedSharding(self.mesh, P())),
+            )
+            self._programs[variant] = step.lower(*arguments).compile()
+            self._on_compile(variant, time.perf_counter() - started)
+        return self._programs[variant]
+
+    def _stamp(self, updates: list[Update]) -> list[Update]:
+        now = time.perf_counter()
+        for update in updates:
+            sequence = update.sequence
+            sequence.first_token_at = sequence.first_token_at or now
+            if sequence.is_finished:
+                sequence.finished_at = now
+        return updates
