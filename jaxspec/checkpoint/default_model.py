@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.store import MANIFEST, Checkpoint
 from jaxspec.errors import UserError
@@ -54,6 +56,8 @@ def cache_directory() -> Path:
 def _open_default() -> Checkpoint:
     cached = cache_directory() / DEFAULT_MODEL
     if not (cached / MANIFEST).is_file():
+        # Starts the backends, which in a run of several processes wait for each other: never while one holds the lock.
+        jax.process_index()
         with _lock(cached.with_name(f"{DEFAULT_MODEL}.lock")):
             if not (cached / MANIFEST).is_file():
                 convert(_find_source(), cached)

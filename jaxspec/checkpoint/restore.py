@@ -29,13 +29,13 @@ def abstract_decoder(layout: DecoderLayout) -> tuple[Any, Any]:
 
 
 def restore_decoder(
-    checkpoint: TensorReader, layout: DecoderLayout, mesh: Mesh, on_progress: Callable[[int, int], None] | None = None
+    checkpoint: TensorReader, layout: DecoderLayout, mesh: Mesh, on_step: Callable[[int], None] = lambda steps: None
 ) -> tuple[Any, Any]:
     """Reads a checkpoint straight into the shards of `mesh`.
 
     Args:
       checkpoint: canonical tensors by name.
-      on_progress: called with (steps done, steps in all).
+      on_step: called with 1 after each of `layout.layer_slots + 1` steps.
 
     Returns:
       The decoder's graph definition and its weights, for `nnx.merge`.
@@ -43,17 +43,13 @@ def restore_decoder(
     graph, state = abstract_decoder(layout)
     specs = nnx.get_partition_spec(state)
     pure, pure_specs = nnx.to_pure_dict(state), nnx.to_pure_dict(specs)
-    steps = layout.layer_slots + 1
     for slot in range(layout.layer_slots):
-        if on_progress:
-            on_progress(slot, steps)
         by_stage = [_pack_layer(checkpoint, layout, layout.layer_of(stage, slot)) for stage in range(layout.mesh.pp)]
         for name, abstract in pure["layers"][slot].items():
             pure["layers"][slot][name] = _place_stages(
                 [packed and packed[name] for packed in by_stage], abstract, mesh, pure_specs["layers"][slot][name]
             )
-    if on_progress:
-        on_progress(steps - 1, steps)
+        on_step(1)
     for name in [name for name in pure if name != "layers"]:
         source = {"embedding": tensors.EMBEDDING, "final_norm": tensors.FINAL_NORM}.get(
             name, head_tensor(layout.config)
@@ -62,8 +58,7 @@ def restore_decoder(
         sharding = NamedSharding(mesh, pure_specs[name])
         pure[name] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
     nnx.replace_by_pure_dict(state, pure)
-    if on_progress:
-        on_progress(steps, steps)
+    on_step(1)
     return graph, state
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ class Engine:
         self._batch = 1
         self._state = initial_state(spec, self._batch, mesh)
         self._in_flight: deque[tuple[Plan, jax.Array]] = deque()
+        # XLA aborts the process where it exits while a program runs, and one always runs ahead.
+        weakref.finalize(self, _await_results, self._in_flight)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -61,16 +64,23 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def step(self) -> list[Update]:
+    def step(self) -> Iterator[Update]:
         """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
         plan = self.scheduler.plan() if self.scheduler.has_work else None
         if plan is not None:
             self._in_flight.append((plan, self._dispatch(plan)))
         if self._in_flight and (plan is None or len(self._in_flight) > _AHEAD):
             done, results = self._in_flight.popleft()
-            return self._stamp(self.scheduler.collect(done, np.asarray(results)))
-        assert plan is not None or not self.scheduler.has_work, "requests wait, but nothing can change"
-        return []
+            yield from self.scheduler.collect(done, np.asarray(results))
+        else:
+            assert plan is not None or not self.scheduler.has_work, "requests wait, but nothing can change"
+
+    def warm_up(self, num_sequences: int, is_greedy: bool) -> None:
+        """Compiles what so many sequences need from prompt to end; other variants are compiled when first met."""
+        batch = self.scheduler.batch_for(num_sequences)
+        self._program(Variant(self.spec.pp == 1, has_lane=True, is_greedy=is_greedy, batch=batch))
+        is_solo = self.spec.pp == 1 or num_sequences <= self.spec.slots_per_group
+        self._program(Variant(is_solo, has_lane=False, is_greedy=is_greedy, batch=batch))
 
     def seconds_per_dispatch(self, repeats: int = 3) -> float:
         """Time of an empty dispatch of the decode program, which costs what a busy one does: shapes are static."""
@@ -108,6 +118,13 @@ class Engine:
         ring = jax.jit(lambda: Ring.empty(self.spec, batch), out_shardings=shardings)()
         self._state = dataclasses.replace(self._state, ring=ring)
 
+    def _abstract_ring(self, batch: int) -> Ring:
+        return jax.tree.map(
+            lambda shape, old: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=old.sharding),
+            jax.eval_shape(lambda: Ring.empty(self.spec, batch)),
+            self._state.ring,
+        )
+
     def _program(self, variant: Variant) -> Step:
         if variant not in self._programs:
             self._on_compile(variant, None)
@@ -126,11 +143,7 @@ class Engine:
             self._on_compile(variant, time.perf_counter() - started)
         return self._programs[variant]
 
-    def _stamp(self, updates: list[Update]) -> list[Update]:
-        now = time.perf_counter()
-        for update in updates:
-            sequence = update.sequence
-            sequence.first_token_at = sequence.first_token_at or now
-            if sequence.is_finished:
-                sequence.finished_at = now
-        return updates
+
+def _await_results(in_flight: deque[tuple[Plan, jax.Array]]) -> None:
+    for _, results in in_flight:
+        results.block_until_ready()

@@ -7,7 +7,9 @@ generated, and is computed again.
 """
 
 import dataclasses
+import time
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -95,7 +97,7 @@ class Scheduler:
         if sequence.total_tokens > context:
             raise UserError(
                 f"{wish} a context of {sequence.total_tokens} tokens, but it is {context}: "
-                "shorten the prompt, lower max_tokens or raise max_context"
+                "shorten the prompt, lower max_tokens or raise max_model_len"
             )
         if pages > spec.num_pages - 1:
             raise UserError(
@@ -111,6 +113,7 @@ class Scheduler:
             return
         self._withdraw(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        sequence.finished_at = time.perf_counter()
 
     def plan(self) -> Plan | None:
         """The next dispatch, or None where only results that are already on their way can change anything."""
@@ -128,21 +131,28 @@ class Scheduler:
             self._ring = deque([None] * (self.spec.pp - 1))
         return self._dispatch(enters=True)
 
-    def collect(self, plan: Plan, results: np.ndarray) -> list[Update]:
-        """Takes in a dispatch's results, `[entries, B, columns]` as in `tail.py`."""
-        updates = []
-        for entry, rows in zip(plan.leaving, results, strict=True):
-            if entry is None:
-                continue
-            for row, sequence in entry.owners.items():
-                sequence.entries_in_flight -= 1
-                if rows[row, EMITTED] and not sequence.is_finished:
-                    updates.append(self._take(sequence, rows[row], is_prompt_end=entry.activated is sequence))
-        return updates
+    def collect(self, plan: Plan, results: np.ndarray) -> Iterator[Update]:
+        """Takes in a dispatch's results, `[entries, B, columns]` as in `tail.py`.
+
+        Whoever reads an update may finish its sequence, and no later one of it comes.
+        """
+        arrived = [
+            (sequence, rows[row], entry.activated is sequence)
+            for entry, rows in zip(plan.leaving, results, strict=True)
+            if entry is not None
+            for row, sequence in entry.owners.items()
+        ]
+        for sequence, _, _ in arrived:
+            sequence.entries_in_flight -= 1
+        for sequence, row, is_prompt_end in arrived:
+            if row[EMITTED] and not sequence.is_finished:
+                yield self._take(sequence, row, is_prompt_end)
 
     def _take(self, sequence: Sequence, row: np.ndarray, is_prompt_end: bool) -> Update:
         count = int(row[EMITTED])
         tokens = row[TOKENS : TOKENS + count].tolist()
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.perf_counter()
         if sequence.token_ids or not is_prompt_end:
             sequence.accepted_lengths.append(count)
         sequence.token_ids.extend(tokens)
@@ -220,11 +230,16 @@ class Scheduler:
         wanted = self._num_wanted
         # Prompts are pipelined over the stages, so they want all places of the ring.
         is_solo = spec.pp == 1 or (not self._prefilling and len(self._groups_in_use) <= 1 and wanted <= per_group)
-        needed = wanted if wanted <= per_group else -(-wanted // spec.pp)
-        needed = max([needed, *(s.slot % per_group + 1 for s in running if s.slot is not None)])
-        batch = next(size for size in batch_buckets(per_group) if size >= needed)
+        highest = max((s.slot % per_group + 1 for s in running if s.slot is not None), default=1)
+        batch = max(self.batch_for(wanted), self.batch_for(highest))
         # A smaller batch is another program to compile: it shrinks only from idle.
         return is_solo, max(batch, self._batch) if running else batch
+
+    def batch_for(self, num_sequences: int) -> int:
+        """Slots of a group that take part where so many sequences are served."""
+        per_group = self.spec.slots_per_group
+        in_a_group = num_sequences if num_sequences <= per_group else -(-num_sequences // self.spec.pp)
+        return next(size for size in batch_buckets(per_group) if size >= min(in_a_group, per_group))
 
     @property
     def _num_wanted(self) -> int:

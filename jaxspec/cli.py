@@ -1,0 +1,165 @@
+"""`jaxspec generate` and `jaxspec convert`."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
+from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory
+from jaxspec.llm import DTYPES, TAIL_AXES
+
+_DRAFTED, _PLAIN = "\033[32m", "\033[0m"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _fail(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the `jaxspec` command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("\njaxspec: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read the text has had enough
+        return 141
+    return 0
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"jaxspec: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxspec", description="Speculative decoding in JAX on (pp, tp, dcp) meshes.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    generate = commands.add_parser("generate", help="answer a prompt")
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("prompt", metavar="PROMPT")
+    add("--model", default=DEFAULT_MODEL, help="a known name or a converted checkpoint (default: %(default)s)")
+    add("--draft", default="none", help="none or ngram (default: %(default)s)")
+    add("--mesh", default="1,1,1", help="sizes pp,tp,dcp (default: %(default)s)")
+    add("--tree", help="none, chain:D or static:…; the default is the draft's own")
+    add("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (default: %(default)s)")
+    add("--tail-placement", help=f"{' or '.join(TAIL_AXES)}; the default measures both on GPUs")
+    add("--max-tokens", type=int, default=128, metavar="N", help="tokens generated at most (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--top-k", type=int, default=0, metavar="K")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--seed", type=int, help="the same seed gives the same text; drawn at random where it is not given")
+    add("--chunk-size", type=int, default=64, metavar="N", help="prompt tokens a tick (default: %(default)s)")
+    add("--no-chat", action="store_true", help="give the prompt to the model as it is, without a chat template")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+
+    to_orbax = commands.add_parser("convert", help="make a checkpoint from a GGUF file or a Hugging Face directory")
+    to_orbax.set_defaults(run=_convert)
+    to_orbax.add_argument("src", metavar="SRC", type=Path)
+    to_orbax.add_argument("dst", metavar="DST", type=Path)
+    return parser
+
+
+def _convert(options: argparse.Namespace) -> None:
+    convert(options.src, options.dst)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+    )
+    _keep_compiled_programs()
+    llm = LLM(
+        options.model,
+        draft=options.draft,
+        mesh=MeshShape.parse(options.mesh),
+        tree=options.tree,
+        dtype=options.dtype,
+        tail_placement=options.tail_placement,
+        max_num_seqs=1,
+        chunk_size=options.chunk_size,
+        chat=False if options.no_chat else None,
+        report=lambda line: print(f"jaxspec: {line}", file=sys.stderr),
+    )
+    output = _follow(llm, options.prompt, params, is_silent=options.json)
+    if options.json:
+        print(json.dumps(_as_json(llm, output), ensure_ascii=False))
+    else:
+        print(_statistics(llm, output), file=sys.stderr)
+
+
+def _keep_compiled_programs() -> None:
+    """A second start finds the programs of the first on disk."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
+
+
+def _follow(llm: LLM, prompt: str, params: SamplingParams, is_silent: bool) -> RequestOutput:
+    """Prints text as it is accepted; on a terminal, tokens that were drafted are coloured."""
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    chunks = llm.stream(prompt, params)
+    while True:
+        try:
+            chunk = next(chunks)
+        except StopIteration as end:
+            if not is_silent:
+                print(flush=True)
+            return end.value
+        if is_silent:
+            continue
+        if is_coloured:
+            pieces = [f"{_DRAFTED}{token.text}{_PLAIN}" if token.is_drafted else token.text for token in chunk.tokens]
+            print("".join(pieces) + chunk.text[sum(len(token.text) for token in chunk.tokens) :], end="", flush=True)
+        else:
+            print(chunk.text, end="", flush=True)
+
+
+def _as_json(llm: LLM, output: RequestOutput) -> dict[str, object]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "finish_reason": output.finish_reason,
+        "accepted_lengths": output.accepted_lengths,
+        "mean_accepted_length": output.mean_accepted_length,
+        "tokens_per_second": output.tokens_per_second,
+        "time_to_first_token_s": output.time_to_first_token_s,
+        "mesh": str(llm.mesh_shape),
+        "draft": llm.draft,
+        "tree": llm.tree,
+    }
+
+
+def _statistics(llm: LLM, output: RequestOutput) -> str:
+    parts = [f"{len(output.token_ids)} tokens ({output.finish_reason})"]
+    if output.tokens_per_second is not None and output.mean_accepted_length is not None:
+        parts.append(f"{output.tokens_per_second:.1f} tokens/s")
+        parts.append(f"{output.mean_accepted_length:.2f} tokens a round")
+        milliseconds = 1e3 * output.mean_accepted_length / output.tokens_per_second
+        parts.append(f"{milliseconds:.1f} ms a round")
+    parts.append(f"first token after {output.time_to_first_token_s:.2f} s")
+    parts.append(f"mesh {llm.mesh_shape}, draft {llm.draft}, tree {llm.tree}, {llm.dtype}")
+    return "jaxspec: " + ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

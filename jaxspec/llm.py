@@ -1,0 +1,266 @@
+"""`LLM`: a model, a draft and a mesh, ready to generate."""
+
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.cache.pages import PageGeometry
+from jaxspec.cache.plan import check_memory, plan_memory
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
+from jaxspec.checkpoint.restore import restore_decoder
+from jaxspec.drafts.registry import find_drafter
+from jaxspec.engine import sequence as sequences
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.output import RequestOutput, StreamChunk, Transcript
+from jaxspec.errors import UserError
+from jaxspec.mesh import MODEL_AXES, PP, MeshShape, is_simulated, make_mesh
+from jaxspec.models.decoder import DecoderLayout
+from jaxspec.models.registry import read_config
+from jaxspec.progress import peak_host_memory, progress_bar
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculate.program import Variant
+from jaxspec.speculate.state import StepSpec
+from jaxspec.speculate.trees import TreeSpec
+from jaxspec.tokenizer import Tokenizer
+
+TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
+DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(jax.numpy.bfloat16)}
+_PAGE_TOKENS_PER_RANK = 64
+_LONGEST_DEFAULT_CONTEXT = 4096
+
+# Text (wrapped in the chat template where the model has one), chat messages, or token ids.
+type Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+class LLM:
+    """A target model with a draft on a mesh of devices.
+
+    Args:
+      model: name of a known model, or a directory made by `jaxspec convert`.
+      draft: None or "none" for plain decoding, or the name of a drafter ("ngram").
+      mesh: sizes of the axes (pp, tp, dcp). On CPUs a larger mesh than there are devices is simulated.
+      tree: shape of the drafted trees, as `chain:4` or `static:fork2x4`; None takes the drafter's own default.
+      dtype: "auto" (bfloat16 on GPUs, float32 on CPUs), "float32" or "bfloat16".
+      tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
+      max_num_seqs: sequences that decode at once; more wait their turn.
+      max_model_len: tokens of a prompt and its answer together; None is the model's own, up to 4096.
+      page_size: tokens of a KV page, a multiple of dcp; None is 64 for each dcp rank.
+      num_pages: pages in all; None has room for `max_num_seqs` sequences of full length.
+      chunk_size: prompt tokens that enter in one tick.
+      rounds_per_dispatch: rounds queued at once; more saves host time and delays what the host sees.
+      chat: wrap text prompts in the model's chat template; None does where there is one.
+
+    Raises:
+      UserError: something of this can't be had; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        draft: str | None = None,
+        mesh: tuple[int, int, int] | MeshShape = (1, 1, 1),
+        tree: str | None = None,
+        dtype: str = "auto",
+        tail_placement: str | None = None,
+        *,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        chunk_size: int = 64,
+        rounds_per_dispatch: int | None = None,
+        chat: bool | None = None,
+        report: Callable[[str], None] | None = None,
+    ):
+        self._report = report or (lambda line: None)
+        self.mesh_shape = mesh if isinstance(mesh, MeshShape) else MeshShape(*mesh)
+        self.draft = draft or "none"
+        self._drafter = find_drafter(self.draft)
+        tree_spec = TreeSpec.parse(tree or self._drafter.default_tree)
+        self._drafter.check_tree(tree_spec)
+        self.tree = tree_spec.name
+        _check_choice("dtype", dtype, ("auto", *DTYPES))
+        _check_choice("tail_placement", tail_placement, (None, *TAIL_AXES))
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("chunk_size", chunk_size, 1),
+            ("page_size", page_size, 1),
+            ("num_pages", num_pages, 2),
+            ("rounds_per_dispatch", rounds_per_dispatch, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UserError(f"{name}={value!r} must be an integer of at least {least}")
+        pp, dcp = self.mesh_shape.pp, self.mesh_shape.dcp
+        geometry = PageGeometry(page_size or _PAGE_TOKENS_PER_RANK * dcp, dcp)
+
+        self._mesh = make_mesh(self.mesh_shape)
+        is_gpu = self._mesh.devices.flat[0].platform != "cpu"
+        if is_simulated(self._mesh):
+            self._report(f"mesh {self.mesh_shape} is simulated on the CPU: right results, no measure of speed")
+        self.dtype = ("bfloat16" if is_gpu else "float32") if dtype == "auto" else dtype
+        self._checkpoint = open_model(model)
+        self.tokenizer = Tokenizer.load(self._checkpoint.path)
+        self.config = read_config(self._checkpoint.config)
+        self.chat = self.tokenizer.has_chat_template if chat is None else chat
+        if self.chat and not self.tokenizer.has_chat_template:
+            raise UserError(f"model {model!r} has no chat template: give plain text (chat=False, --no-chat)")
+        length = min(self.config.max_positions, _LONGEST_DEFAULT_CONTEXT) if max_model_len is None else max_model_len
+        if not isinstance(length, int) or not 1 <= length <= self.config.max_positions:
+            raise UserError(f"max_model_len={length!r} must be between 1 and the model's {self.config.max_positions}")
+
+        slots_per_group, pages_per_slot = -(-max_num_seqs // pp), geometry.pages_for(length)
+        self._spec = StepSpec(
+            layout=DecoderLayout(self.config, self.mesh_shape, MODEL_AXES, DTYPES[self.dtype]),
+            tree=tree_spec,
+            geometry=geometry,
+            num_pages=num_pages or 1 + slots_per_group * pp * pages_per_slot,
+            pages_per_slot=pages_per_slot,
+            slots_per_group=slots_per_group,
+            chunk=chunk_size,
+            rounds=rounds_per_dispatch or (4 if is_gpu else 1),
+        )
+        if tail_placement is None and pp > 1 and is_gpu:
+            self.tail_placement, self.engine = self._faster_placement()
+        else:
+            self.tail_placement = tail_placement or "last"
+            self.engine = self._make_engine(self.tail_placement)
+        self._arrivals = itertools.count()
+        self._is_busy = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order.
+
+        Args:
+          prompts: one prompt or many; more than `max_num_seqs` wait their turn.
+          params: for all, or one for each.
+          show_progress: a bar on stderr, where that is a terminal and there are several prompts.
+        """
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
+        if len(each) != len(many):
+            raise UserError(f"{len(each)} sampling parameters for {len(many)} prompts: give one, or one for each")
+        transcripts = [self._open(prompt, own) for prompt, own in zip(many, each, strict=True)]
+        with progress_bar("generating", len(many), show_progress and len(many) > 1) as advance:
+            for _, chunk in self._run(transcripts):
+                advance(chunk.finish_reason is not None)
+        return [transcript.output(prompt) for transcript, prompt in zip(transcripts, many, strict=True)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """The answer as it is accepted, a chunk a round. Closing the iterator cancels the request.
+
+        The iterator's `return` value is the `RequestOutput`.
+        """
+        transcript = self._open(prompt, params or SamplingParams())
+        for _, chunk in self._run([transcript]):
+            yield chunk
+        return transcript.output(prompt)
+
+    def warm_up(self, num_seqs: int = 1, params: SamplingParams | None = None) -> None:
+        """Compiles what requests like these need. `generate` does so by itself, before its clock starts."""
+        self.engine.warm_up(num_seqs, (params or SamplingParams()).is_greedy)
+
+    def _open(self, prompt: Prompt, params: SamplingParams) -> Transcript:
+        stop_ids = [*params.stop_token_ids, *([] if params.ignore_eos else self.tokenizer.eos_token_ids)]
+        request = sequences.Sequence(
+            order=next(self._arrivals),
+            prompt=self.encode(prompt),
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=sorted(set(stop_ids)),
+        )
+        self.engine.scheduler.check(request)
+        return Transcript(request, self.tokenizer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt as the model gets it."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_chat(prompt) if self.chat else self.tokenizer.encode(prompt)
+        items: list[Any] = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return self.tokenizer.encode(self.tokenizer.apply_chat_template(items))
+        for token in items:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+                raise UserError(
+                    f"prompt token {token!r} must be an id between 0 and {self.config.vocab_size - 1}; "
+                    "a prompt is text, a list of chat messages, or a list of token ids"
+                )
+        return items
+
+    def _run(self, transcripts: list[Transcript]) -> Iterator[tuple[Transcript, StreamChunk]]:
+        """Serves requests to their ends; those left when the iterator is closed are cancelled."""
+        if self._is_busy:
+            raise UserError("this LLM is generating already: finish or close the other iterator first")
+        by_request = {id(transcript.sequence): transcript for transcript in transcripts}
+        self._is_busy = True
+        try:
+            for is_greedy in {transcript.sequence.params.is_greedy for transcript in transcripts}:
+                self.engine.warm_up(len(transcripts), is_greedy)
+            for transcript in transcripts:
+                transcript.sequence.arrived_at = time.perf_counter()
+                self.engine.add(transcript.sequence)
+            while not all(transcript.sequence.is_finished for transcript in transcripts):
+                for update in self.engine.step():
+                    if (transcript := by_request.get(id(update.sequence))) is None:
+                        continue
+                    chunk = transcript.add(update)
+                    if chunk.finish_reason is not None:
+                        self.engine.finish(update.sequence, chunk.finish_reason)
+                    yield transcript, chunk
+        finally:
+            for transcript in transcripts:
+                self.engine.finish(transcript.sequence, "cancelled")
+            self._is_busy = False
+
+    def _make_engine(self, placement: str) -> Engine:
+        layout = dataclasses.replace(self._spec.layout, tail_axes=TAIL_AXES[placement])
+        spec = dataclasses.replace(self._spec, layout=layout)
+        self.memory = plan_memory(spec, self._mesh)
+        check_memory(self.memory, self._mesh)
+        with progress_bar("loading weights", layout.layer_slots + 1, is_shown=True) as advance:
+            graph, weights = restore_decoder(self._checkpoint, layout, self._mesh, advance)
+        self._report(f"memory of each device: {self.memory}; peak of the host: {peak_host_memory() / 2**20:,.0f} MiB")
+        return Engine(spec, self._mesh, graph, weights, self._drafter, on_compile=self._announce)
+
+    def _faster_placement(self) -> tuple[str, Engine]:
+        """Measures a round with either placement of the tail."""
+        timed: dict[str, float] = {}
+        engines: dict[str, Engine] = {}
+        for placement in TAIL_AXES:
+            engines[placement] = self._make_engine(placement)
+            timed[placement] = engines[placement].seconds_per_dispatch() / self._spec.rounds
+        best = min(timed, key=lambda placement: timed[placement])
+        times = ", ".join(f"{placement} {1e3 * seconds:.2f} ms" for placement, seconds in timed.items())
+        self._report(f"tail placement {best}: a round takes {times}")
+        return best, engines[best]
+
+    def _announce(self, variant: Variant, seconds: float | None) -> None:
+        what = "prompts" if variant.has_lane else "decoding"
+        self._report(
+            f"compiling the program for {what}, {variant.batch} sequences a group …"
+            if seconds is None
+            else f"compiled in {seconds:.1f} s"
+        )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise UserError(f"{name}={value!r} must be one of {', '.join(str(choice) for choice in choices)}")
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """Text, chat messages or token ids, rather than a list of them."""
+    return isinstance(prompts, str) or (
+        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int | Mapping)
+    )
