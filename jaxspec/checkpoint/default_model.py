@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,15 +57,36 @@ def cache_directory() -> Path:
 def _open_default() -> Checkpoint:
     cached = cache_directory() / DEFAULT_MODEL
     if not (cached / MANIFEST).is_file():
-        # Starts the backends, which in a run of several processes wait for each other: never while one holds the lock.
-        jax.process_index()
-        with _lock(cached.with_name(f"{DEFAULT_MODEL}.lock")):
-            if not (cached / MANIFEST).is_file():
-                convert(_find_source(), cached)
+        if jax.process_count() > 1:
+            _convert_in_child()
+        else:
+            with _lock(cached.with_name(f"{DEFAULT_MODEL}.lock")):
+                if not (cached / MANIFEST).is_file():
+                    convert(_find_source(), cached)
     try:
         return Checkpoint.open(cached)
     except UserError as error:
         raise UserError(f"{error}; this is the cached default model: remove {cached} and it is made again") from error
+
+
+# Run by a process of a multi-process run: checkpoints are written by processes that run alone.
+_CHILD = """
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
+from jaxspec.errors import UserError
+try:
+    open_model(DEFAULT_MODEL)
+except UserError as error:
+    print(error)
+    raise SystemExit(2)
+"""
+
+
+def _convert_in_child() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    child = subprocess.run([sys.executable, "-c", _CHILD], env=environment, stdout=subprocess.PIPE, text=True)
+    if child.returncode:
+        reason = child.stdout.strip() or f"the process that converted it ended with {child.returncode}"
+        raise UserError(f"{DEFAULT_MODEL} is not in the cache and could not be converted: {reason}")
 
 
 @contextlib.contextmanager

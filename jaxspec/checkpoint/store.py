@@ -142,6 +142,12 @@ def write(destination: Path, source: Source, progress: Callable[[int], None] = l
     Raises:
       UserError: `destination` is taken or cannot be written, or the tensors are not those that the config asks for.
     """
+    if jax.process_index() != 0:
+        # Orbax drops numpy arrays that another process than the first saves.
+        raise UserError(
+            f"cannot write {destination} from process {jax.process_index()} of a run of several: "
+            "run `jaxspec convert SRC DST` by itself first"
+        )
     check_tensors("the source", source.config, source.shapes)
     with staged_directory(destination) as staging:
         manifest = {}

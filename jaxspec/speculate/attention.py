@@ -51,15 +51,23 @@ class VisitAttention:
         b, t = self.ancestors.shape[:2]
         tree_q, tree_k, tree_v = (x[: b * t].reshape(b, t, *x.shape[1:]) for x in (q, k, v))
         cache = cache.put_pending(layer, self.first_slot, tree_k, tree_v, self.is_occupied)
-        rows = [self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)]
-        if self.lane is not None:
-            chunk = slice(b * t, b * t + len(self.lane.tokens))
-            positions = self.lane.start + jnp.arange(len(self.lane.tokens))
-            is_valid = jnp.arange(len(self.lane.tokens)) < self.lane.length
-            cache = cache.put_rows(layer, k[chunk], v[chunk], positions, is_valid, self.lane.page_row, self.geometry)
-            rows.append(self._chunk(cache, layer, q[chunk], k[chunk], v[chunk]).reshape(len(positions), -1))
-        out = jnp.concatenate(rows).astype(q.dtype)
-        return jnp.pad(out, ((0, len(q) - len(out)), (0, 0))), cache
+        if self.lane is None:
+            rows = self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)
+        else:
+            chunk_q, chunk_k, chunk_v = (x[b * t : b * t + len(self.lane.tokens)] for x in (q, k, v))
+            # Before any read of this layer: two versions of the cache alive at once would be a copy of it.
+            cache = self._put_chunk(cache, layer, chunk_k, chunk_v)
+            trees = self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)
+            chunk = self._chunk(cache, layer, chunk_q, chunk_k, chunk_v).reshape(len(chunk_q), -1)
+            rows = jnp.concatenate([trees, chunk])
+        return jnp.pad(rows.astype(q.dtype), ((0, len(q) - len(rows)), (0, 0))), cache
+
+    def _put_chunk(self, cache: TargetCache, layer: int, k: Array, v: Array) -> TargetCache:
+        assert self.lane is not None
+        step = jnp.arange(len(k))
+        return cache.put_rows(
+            layer, k, v, self.lane.start + step, step < self.lane.length, self.lane.page_row, self.geometry
+        )
 
     def _trees(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
         prefix = self._prefix(cache, layer, q, self.page_table, self.lengths)

@@ -1,6 +1,7 @@
 """Decode attention over pages, in plain JAX and float32."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 NO_KEYS = -1e30  # finite: -inf minus -inf is NaN where no part has keys
@@ -30,6 +31,9 @@ def context_decode(
     """
     b, t, h, d = q.shape
     kv_heads = pages.shape[4]
+    # Pages are read when the queries are there: all layers' at once, which a scheduler is else free to do, would be a
+    # copy of the cache.
+    q, page_table = lax.optimization_barrier((q, page_table))
     keys = pages[layer, 0, page_table].reshape(b, -1, kv_heads, d)
     values = pages[layer, 1, page_table].reshape(b, -1, kv_heads, d)
     is_visible = jnp.arange(keys.shape[1]) < lengths[:, None]
