@@ -164,24 +164,20 @@ class Scheduler:
 
     def _grant_ahead(self) -> None:
         """Pages for the worst case of every round in flight and of the next dispatch, the oldest request first."""
-        ending_prefill = [s for s in self._prefilling if len(s.context) - s.cursor <= self._prefill_reach]
         running = [sequence for sequence in self._slots if sequence is not None]
-        for sequence in sorted(running + ending_prefill, key=lambda s: s.order):
-            rounds = sequence.entries_in_flight + self.spec.rounds
-            tokens = min(sequence.num_tokens + rounds * self.spec.path_length, sequence.total_tokens)
-            missing = self.spec.geometry.pages_for(tokens) - len(sequence.pages)
-            while missing > 0 and sequence.pages:
+        for sequence in sorted(running, key=lambda s: s.order):
+            while sequence.slot is not None and (missing := self._pages_ahead(sequence) - len(sequence.pages)) > 0:
                 if (pages := self.pool.grant(missing)) is not None:
                     sequence.pages += pages
-                    if sequence.slot is not None:
-                        self._to_grant.add(sequence.slot)
-                    break
-                self._preempt(max(self._prefilling + [s for s in self._slots if s], key=lambda s: s.order))
+                    self._to_grant.add(sequence.slot)
+                else:
+                    self._preempt(max(self._prefilling + [s for s in self._slots if s], key=lambda s: s.order))
 
-    @property
-    def _prefill_reach(self) -> int:
-        """Prompt tokens that may enter in one dispatch."""
-        return self.spec.chunk * self.spec.rounds * self.spec.pp
+    def _pages_ahead(self, sequence: Sequence) -> int:
+        """Pages for its tokens after the rounds in flight and those of the next dispatch."""
+        rounds = sequence.entries_in_flight + self.spec.rounds
+        tokens = min(sequence.num_tokens + rounds * self.spec.path_length, sequence.total_tokens)
+        return self.spec.geometry.pages_for(tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._withdraw(sequence)
@@ -210,12 +206,12 @@ class Scheduler:
             sequence = self._waiting[0]
             if sequence.entries_in_flight:
                 return  # it was preempted, and what is still on its way belongs to its context
-            context = sequence.prompt + sequence.token_ids
-            pages = self.pool.grant(self.spec.geometry.pages_for(len(context) + 1))
+            pages = self.pool.grant(self._pages_ahead(sequence))
             if pages is None:
                 return
             self._waiting.popleft()
-            sequence.context, sequence.pages, sequence.status = context, pages, Status.PREFILLING
+            sequence.context = sequence.prompt + sequence.token_ids
+            sequence.pages, sequence.status = pages, Status.PREFILLING
             self._prefilling.append(sequence)
 
     # The ring

@@ -1,0 +1,27 @@
+"""Eight simulated devices for every test, and the options of the suite."""
+
+import os
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+# Programs queued on simulated devices can starve each other's collectives, and XLA then aborts the process.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+# Tests share compiled programs with each other and with the run before.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the full product of meshes, drafts, trees and placements")
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    return FIXTURES
