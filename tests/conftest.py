@@ -3,7 +3,14 @@
 import os
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+# Optimised code would take twice as long to compile, and the models of the tests are tiny.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+    ]
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

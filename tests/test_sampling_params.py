@@ -38,7 +38,7 @@ def test_a_bad_number_is_refused_with_its_name_and_value(name, value):
 
 @pytest.mark.parametrize("stop", ["", [""], ["end", ""], [5], ["end", None]], ids=repr)
 def test_stop_strings_that_are_empty_or_no_strings_are_refused(stop):
-    with pytest.raises(UserError, match="stop=.* must hold non-empty strings") as raised:
+    with pytest.raises(UserError, match=r"stop=.* must hold non-empty strings") as raised:
         SamplingParams(stop=stop)
     assert repr(stop[-1] if stop else "") in str(raised.value)
 
@@ -48,6 +48,15 @@ def test_stop_tokens_that_are_no_token_ids_are_refused(tokens):
     with pytest.raises(UserError) as raised:
         SamplingParams(stop_token_ids=tokens)
     assert f"stop_token_ids={tokens[-1]!r}" in str(raised.value)
+
+
+@pytest.mark.xfail(reason="raises TypeError or OverflowError without the name of the parameter", strict=True)
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop", 5), ("stop_token_ids", 7), ("temperature", 10**400)], ids=["stop", "tokens", "huge"]
+)
+def test_a_value_of_another_type_is_refused_with_its_name(name, value):
+    with pytest.raises(UserError, match=name):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), cases(GOOD))

@@ -1,3 +1,4 @@
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import history
@@ -7,10 +8,10 @@ PAGE_SIZE = 4
 TABLE = np.array([[3, 1, 6], [2, 5, 0]], np.int32)
 
 
-def empty() -> np.ndarray:
+def empty() -> jnp.ndarray:
     pages = np.full((7, PAGE_SIZE), 99, np.int32)
     pages[TRASH_PAGE] = 0
-    return pages
+    return jnp.asarray(pages)
 
 
 def test_what_is_written_is_read_at_its_position():
@@ -38,13 +39,14 @@ def test_masked_tokens_are_not_written():
     positions, tokens = np.array([[0, 1, 2], [0, 1, 2]]), np.array([[10, 11, 12], [20, 21, 22]])
     is_written = np.array([[True, False, True], [False, False, False]])
     written = np.asarray(history.write(empty(), TABLE, positions, tokens, is_written))
-    expected = empty()
+    expected = np.array(empty())
     expected[3, 0], expected[3, 2] = 10, 12
     np.testing.assert_array_equal(written, expected)
 
 
 def test_masked_tokens_leave_zeros_in_the_trash_page():
-    written = history.write(np.full((7, PAGE_SIZE), 99), TABLE, np.array([[1], [2]]), np.array([[5], [6]]), np.zeros((2, 1), bool))
+    positions, tokens = np.array([[1], [2]]), np.array([[5], [6]])
+    written = history.write(jnp.full((7, PAGE_SIZE), 99), TABLE, positions, tokens, np.zeros((2, 1), bool))
     np.testing.assert_array_equal(written[TRASH_PAGE], [99, 0, 0, 99])
 
 

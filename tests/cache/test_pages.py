@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.paged import local_address
 from jaxspec.cache.pages import TRASH_PAGE, PageGeometry, PagePool
+from jaxspec.errors import UserError
 from jaxspec.mesh import DCP, MeshShape, make_mesh
 
 
@@ -53,6 +54,13 @@ def test_local_lengths_of_all_ranks_add_up_to_the_length(geometry):
 def test_pages_for_rounds_up_to_whole_pages():
     geometry = PageGeometry(16, 2)
     assert [geometry.pages_for(tokens) for tokens in (0, 1, 15, 16, 17, 32, 33)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.xfail(reason="nothing checks it; local lengths then add up to less than the length", strict=True)
+@pytest.mark.parametrize(("page_size", "dcp"), [(10, 4), (2, 4)])
+def test_a_page_size_that_dcp_does_not_divide_is_refused(page_size, dcp):
+    with pytest.raises(UserError, match=f"page_size={page_size}"):
+        PageGeometry(page_size, dcp)
 
 
 TABLE = np.array([[5, 2, 9], [4, 0, 0]], np.int32)

@@ -7,6 +7,7 @@ the way gives `BAD` instead. Each layer also counts itself, so a row that misses
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,7 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+@functools.cache
 def toy_engine(
     mesh: MeshShape,
     *,
@@ -120,6 +122,7 @@ def toy_engine(
     rounds: int = 1,
     tail_axes=MODEL_AXES,
 ) -> Engine:
+    """One engine for all tests that ask for the same: it serves any number of requests, one after another."""
     config = ModelConfig(
         family="toy",
         vocab_size=_VOCAB,
@@ -185,5 +188,3 @@ def trash_page(engine: Engine) -> np.ndarray:
     """What is in the page that belongs to nobody, of the cache and of the history."""
     state = engine._state
     return np.concatenate([np.ravel(state.cache.pages[:, :, :, 0]), np.ravel(state.history[0])])
-
-

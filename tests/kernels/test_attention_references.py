@@ -21,6 +21,7 @@ LENGTHS = np.array([0, 1, 3, 4, 5, 7, 8, 9, 11, 12])
 TOLERANCE = 1e-5  # float32 against float64, values of order 1
 
 decode = jax.jit(context_decode, static_argnames=("layer", "scale"))
+commit = jax.jit(commit_rows)
 attend_tree = jax.jit(tree_attention, static_argnames="scale")
 
 
@@ -274,13 +275,13 @@ def test_commit_moves_the_named_nodes_in_every_layer_and_nothing_else():
     expected = pages.copy()
     for b, a in np.argwhere(is_written):
         expected[:, :, page[b, a], offset[b, a]] = pending[:, :, b, nodes[b, a]]
-    np.testing.assert_array_equal(commit_rows(pages, pending, nodes, page, offset, is_written), expected)
+    np.testing.assert_array_equal(commit(pages, pending, nodes, page, offset, is_written), expected)
 
 
 def test_rows_that_commit_drops_leave_zeros_in_the_trash_page_whatever_they_hold():
     pages, pending, nodes, page, offset = draw_commit()
     pages[:, :, 0] = 5
-    committed = commit_rows(pages, np.full_like(pending, np.nan), nodes, page, offset, np.zeros((3, 2), bool))
+    committed = commit(pages, np.full_like(pending, np.nan), nodes, page, offset, np.zeros((3, 2), bool))
     np.testing.assert_array_equal(committed[:, :, 1:], pages[:, :, 1:])
     assert np.all(np.isin(committed[:, :, 0], (0, 5)))
     assert np.all(np.asarray(committed[:, :, 0])[:, :, np.unique(offset)] == 0)

@@ -170,7 +170,9 @@ def test_tree_rows_wait_in_the_pending_buffer_of_their_slots(layout):
     _, cache = inputs.run(layout)
     expected = np.zeros(cache.pending.shape, np.float32)
     for i, new in enumerate((inputs.k, inputs.v)):
-        expected[0, LAYER, i, FIRST_SLOT : FIRST_SLOT + BATCH] = new[: BATCH * NODES].reshape(BATCH, NODES, -1, HEAD_DIM)
+        expected[0, LAYER, i, FIRST_SLOT : FIRST_SLOT + BATCH] = new[: BATCH * NODES].reshape(
+            BATCH, NODES, -1, HEAD_DIM
+        )
     np.testing.assert_array_equal(cache.pending, expected)
     np.testing.assert_array_equal(cache.pages, inputs.cache.pages)
 
