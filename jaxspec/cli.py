@@ -88,10 +88,11 @@ def _generate(options: argparse.Namespace) -> None:
         max_tokens=options.max_tokens,
     )
     _keep_compiled_programs()
+    mesh = MeshShape.parse(options.mesh)
     llm = LLM(
         options.model,
         draft=options.draft,
-        mesh=MeshShape.parse(options.mesh),
+        mesh=mesh,
         tree=options.tree,
         dtype=options.dtype,
         tail_placement=options.tail_placement,

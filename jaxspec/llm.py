@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -157,7 +157,9 @@ class LLM:
                 advance(chunk.finish_reason is not None)
         return [transcript.output(prompt) for transcript, prompt in zip(transcripts, many, strict=True)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, RequestOutput]:
         """The answer as it is accepted, a chunk a round. Closing the iterator cancels the request.
 
         The iterator's `return` value is the `RequestOutput`.
@@ -212,12 +214,11 @@ class LLM:
                 self.engine.add(transcript.sequence)
             while not all(transcript.sequence.is_finished for transcript in transcripts):
                 for update in self.engine.step():
-                    if (transcript := by_request.get(id(update.sequence))) is None:
-                        continue
-                    chunk = transcript.add(update)
+                    served = by_request[id(update.sequence)]
+                    chunk = served.add(update)
                     if chunk.finish_reason is not None:
                         self.engine.finish(update.sequence, chunk.finish_reason)
-                    yield transcript, chunk
+                    yield served, chunk
         finally:
             for transcript in transcripts:
                 self.engine.finish(transcript.sequence, "cancelled")

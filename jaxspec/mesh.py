@@ -7,11 +7,12 @@ functions below, so that a faster exchange can replace a collective in one place
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxspec.errors import UserError
@@ -57,6 +58,11 @@ class MeshShape:
 
     def __str__(self) -> str:
         return f"{self.pp},{self.tp},{self.dcp}"
+
+
+def split(*axes: str | AxisNames | None) -> Any:
+    """The partition spec of an array. It stands where the array will, in a tree of the same type, hence `Any`."""
+    return PartitionSpec(*axes)
 
 
 def make_mesh(shape: MeshShape) -> Mesh:

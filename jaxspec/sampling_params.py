@@ -4,10 +4,14 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from jaxspec.errors import UserError
 
 _LEAST_TEMPERATURE = 1e-3  # below it logits over temperature leave float32
+_LEAST_TOP_P = 1e-6  # it keeps the most probable token alone, as every smaller one would
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +41,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos={self.ignore_eos!r} must be True or False")
         _check_number("temperature", self.temperature)
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= 100:
             raise UserError(
                 f"temperature={self.temperature} must be 0 (greedy) or between {_LEAST_TEMPERATURE} and 100"
             )
         _check_number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
+        if not _LEAST_TOP_P <= self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be between {_LEAST_TOP_P} and 1; 1 keeps all tokens")
         _check_number("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p={self.min_p} must be between 0 and 1; 0 keeps all tokens")
@@ -65,11 +71,24 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+def _as_tuple(name: str, value: Any) -> tuple:
+    """A list as a tuple, one string as a tuple of one, None as an empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise UserError(f"{name}={value!r} must be a list")
+
+
+def _check_number(name: str, value: Any) -> None:
+    is_number = isinstance(value, float | int | np.floating) and not isinstance(value, bool)
+    if not (is_number and abs(value) < math.inf):
         raise UserError(f"{name}={value!r} must be a finite number")
 
 
-def _check_integer(name: str, value: object, least: int, most: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
+def _check_integer(name: str, value: Any, least: int, most: int, remedy: str) -> None:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (is_integer and least <= value <= most):
         raise UserError(f"{name}={value!r} must be an integer between {least} and {most}; {remedy}")

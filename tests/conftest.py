@@ -12,6 +12,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The default model is converted once for all runs of the tests, and not into the user's own cache.
+CACHE = Path(__file__).parent.parent / ".cache"
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
 
 import jax
 import pytest
@@ -19,7 +22,7 @@ import pytest
 # Programs queued on simulated devices can starve each other's collectives, and XLA then aborts the process.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # Tests share compiled programs with each other and with the run before.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "xla"))
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -15,9 +15,7 @@ def smallest_margin(model: str, sequence: Sequence) -> float:
     """
     text = sequence.prompt + sequence.token_ids
     rows = full_logits(model, text)[len(sequence.prompt) - 1 : -1]
-    return min(
-        _margin(row, position, sequence) for position, row in enumerate(rows, start=len(sequence.prompt))
-    )
+    return min(_margin(row, position, sequence) for position, row in enumerate(rows, start=len(sequence.prompt)))
 
 
 def _margin(logits: np.ndarray, position: int, sequence: Sequence) -> float:

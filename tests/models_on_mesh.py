@@ -58,7 +58,7 @@ def restored(name: str, mesh: MeshShape, placement: str = "last"):
     return restore_decoder(FileReader(load(name)[1]), layout_of(name, mesh, placement), make_mesh(mesh))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=3)  # a program of XLA:CPU takes hundreds of the 65,530 memory maps of a process
 def engine(
     name: str,
     mesh: MeshShape = ONE,
@@ -71,7 +71,7 @@ def engine(
     num_slots: int = 4,
     page_size: int = 8,
 ) -> Engine:
-    """One engine for all tests that ask for the same."""
+    """One engine for tests that follow each other and ask for the same."""
     graph, weights = restored(name, mesh, placement)
     spec = StepSpec(
         layout=layout_of(name, mesh, placement),

@@ -5,11 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.pages import TRASH_PAGE, PageGeometry
-from jaxspec.mesh import DCP, PP, TP, rank
+from jaxspec.mesh import DCP, PP, TP, rank, split
 from pallas_kernels.kv_commit import commit_rows
 
 
@@ -27,7 +26,7 @@ class TargetCache:
 
     @staticmethod
     def specs() -> "TargetCache":
-        return TargetCache(pages=P(PP, None, None, None, DCP, TP), pending=P(PP, None, None, None, None, TP))
+        return TargetCache(pages=split(PP, None, None, None, DCP, TP), pending=split(PP, None, None, None, None, TP))
 
     def commit(
         self,

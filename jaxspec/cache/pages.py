@@ -9,6 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.errors import UserError
+
 TRASH_PAGE = 0
 
 
@@ -22,6 +24,13 @@ class PageGeometry:
 
     page_size: int
     dcp: int
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.page_size % self.dcp:
+            raise UserError(
+                f"page_size={self.page_size} must be a positive multiple of dcp={self.dcp}: "
+                "each rank holds an equal part of every page"
+            )
 
     @property
     def local_size(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,14 +44,14 @@ def plan_memory(spec: StepSpec, mesh: Mesh) -> MemoryPlan:
     )
     state, specs = jax.eval_shape(lambda: StepState.empty(spec, spec.slots_per_group)), StepState.specs()
 
-    def local(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
-        return math.prod(sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+    def local(x: Any, split: Any) -> int:
+        return math.prod(NamedSharding(mesh, split).shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
 
-    pages = local(state.cache.pages, NamedSharding(mesh, specs.cache.pages))
-    pending = local(state.cache.pending, NamedSharding(mesh, specs.cache.pending))
+    pages = local(state.cache.pages, specs.cache.pages)
+    pending = local(state.cache.pending, specs.cache.pending)
     replicated = jax.tree.leaves((state.history, state.slots))
     return MemoryPlan(
-        weights=sum(local(x, NamedSharding(mesh, split)) for x, split in zip(weight_shapes, weight_specs, strict=True)),
+        weights=sum(local(x, split) for x, split in zip(weight_shapes, weight_specs, strict=True)),
         pages=pages,
         pending=pending,
         other=sum(x.size * x.dtype.itemsize for x in replicated),

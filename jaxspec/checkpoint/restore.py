@@ -47,7 +47,10 @@ def restore_decoder(
         by_stage = [_pack_layer(checkpoint, layout, layout.layer_of(stage, slot)) for stage in range(layout.mesh.pp)]
         for name, abstract in pure["layers"][slot].items():
             pure["layers"][slot][name] = _place_stages(
-                [packed and packed[name] for packed in by_stage], abstract, mesh, pure_specs["layers"][slot][name]
+                [None if packed is None else packed[name] for packed in by_stage],
+                abstract,
+                mesh,
+                pure_specs["layers"][slot][name],
             )
         on_step(1)
     for name in [name for name in pure if name != "layers"]:
@@ -76,7 +79,7 @@ def _place_stages(
 ) -> jax.Array:
     """One array `[pp, ...]` from each stage's part; a stage without this layer gets zeros."""
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         stage = stages[index[0].start or 0]
         if stage is None:
             return np.zeros(

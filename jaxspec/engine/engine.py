@@ -46,8 +46,8 @@ class Engine:
         self.scheduler = Scheduler(spec)
         self._graph, self._weights, self._draft_weights = graph, weights, draft_weights
         self._on_compile = on_compile or (lambda variant, seconds: None)
-        self._programs: dict[Variant, Step] = {}
-        self._idle_commands: dict[Variant, tuple[bytes, jax.Array]] = {}
+        self.programs: dict[Variant, Step] = {}
+        self._last_commands: dict[Variant, tuple[bytes, jax.Array]] = {}
         self._batch = 1
         self._state = initial_state(spec, self._batch, mesh)
         self._in_flight: deque[tuple[Plan, jax.Array]] = deque()
@@ -105,10 +105,10 @@ class Engine:
         """The packed commands on every device; most dispatches say the same as the one before them."""
         packed = plan.commands.pack()
         content = packed.tobytes()
-        sent = self._idle_commands.get(plan.variant)
+        sent = self._last_commands.get(plan.variant)
         if sent is None or sent[0] != content:
             sent = (content, jax.device_put(packed, NamedSharding(self.mesh, P())))
-            self._idle_commands[plan.variant] = sent
+            self._last_commands[plan.variant] = sent
         return sent[1]
 
     def _resize(self, batch: int) -> None:
@@ -126,7 +126,7 @@ class Engine:
         )
 
     def _program(self, variant: Variant) -> Step:
-        if variant not in self._programs:
+        if variant not in self.programs:
             self._on_compile(variant, None)
             started = time.perf_counter()
             step = build_step(
@@ -139,9 +139,9 @@ class Engine:
                 self._state,
                 jax.device_put(commands, NamedSharding(self.mesh, P())),
             )
-            self._programs[variant] = step.lower(*arguments).compile()
+            self.programs[variant] = step.lower(*arguments).compile()
             self._on_compile(variant, time.perf_counter() - started)
-        return self._programs[variant]
+        return self.programs[variant]
 
 
 def _await_results(in_flight: deque[tuple[Plan, jax.Array]]) -> None:

@@ -40,7 +40,7 @@ class HeadLayout:
 def head_layout(config: ModelConfig, mesh: MeshShape) -> HeadLayout:
     """The least padding with which the heads divide over the mesh.
 
-    9 query and 3 KV heads become 12/3 on tp 1, dcp 2; 16/4 on tp 2, dcp 4; 8/8 (each of 4 KV heads twice) on tp 8.
+    9 query and 3 KV heads become 12/3 on tp 1, dcp 2; 16/4 on tp 2, dcp 4; 16/8 (each of 4 KV heads twice) on tp 8.
     """
     canonical, group = config.num_kv_heads, config.queries_per_kv_head
     if mesh.tp <= canonical:

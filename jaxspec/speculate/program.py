@@ -53,7 +53,7 @@ class Variant:
 type Step = Callable[[Any, Any, StepState, Array], tuple[StepState, Int[Array, "entries B columns"]]]
 
 
-def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, drafter: Drafter) -> Step:
+def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, drafter: Drafter) -> Any:
     """The program of a variant: (target weights, draft weights, state, packed commands) -> (state, results).
 
     Args:

@@ -93,7 +93,8 @@ def filter_threshold(scaled: Float[Array, "B T local_V"], rows: SamplingRows, ax
     k_key = largest_threshold(keys, jnp.ones_like(scaled), top_k, axes)
     mass = jnp.where(keys >= k_key[..., None], jnp.exp(scaled), 0.0)
     total = all_reduce(jnp.sum(mass, axis=-1), axes)
-    p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, rows.top_p * total, jnp.inf), axes)
+    p_mass = jnp.maximum(rows.top_p * total, jnp.finfo(jnp.float32).tiny)
+    p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, p_mass, jnp.inf), axes)
     threshold = _from_ordered_bits(jnp.maximum(k_key, p_key))
     return jnp.maximum(threshold, jnp.log(rows.min_p))[..., None]
 

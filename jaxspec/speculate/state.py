@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.history import History
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.cache.slots import SlotTable
-from jaxspec.mesh import PP
+from jaxspec.mesh import PP, split
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.commands import NO_GROUP
 from jaxspec.speculate.lane import LaneRows
@@ -119,8 +118,8 @@ class StepState:
         """How the leaves are split over the mesh; a prefix of the tree."""
         return StepState(
             cache=TargetCache.specs(),
-            history=P(),
-            slots=P(),
-            ring=Ring(hidden=P(PP), lane_hidden=P(PP), group=P(), lanes=P()),
-            draft=P(),
+            history=split(),
+            slots=split(),
+            ring=Ring(hidden=split(PP), lane_hidden=split(PP), group=split(), lanes=split()),
+            draft=split(),
         )

@@ -58,11 +58,13 @@ class TreeSpec:
         kind, _, rest = text.partition(":")
         if text == "none":
             return cls(text, (-1,))
-        if kind == "chain" and re.fullmatch(r"[0-9]+", rest) and int(rest) >= 1:
-            return cls(text, tuple(range(-1, int(rest))))
+        if kind == "chain" and re.fullmatch(r"0*[1-9][0-9]*", rest):
+            # A number of many digits is too large whatever it is; it need not be read.
+            depth = int(rest) if len(rest.lstrip("0")) <= len(str(MAX_NODES)) else 10 * MAX_NODES
+            return cls(text, tuple(range(-1, depth)))
         if kind == "static" and rest in TOPOLOGIES:
             return cls(text, TOPOLOGIES[rest])
-        if kind == "static" and re.fullmatch(r"[0-9]+(,[0-9]+)*", rest):
+        if kind == "static" and re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", rest):
             return cls(text, (-1, *(int(part) for part in rest.split(","))))
         if kind == "dynamic":
             raise UserError(
