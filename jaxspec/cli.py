@@ -11,8 +11,10 @@ import jax
 
 from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
-from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
 from jaxspec.llm import DTYPES, TAIL_AXES
+from jaxspec.models.registry import read_config
+from jaxspec.tokenizer import Tokenizer
 
 _DRAFTED, _PLAIN = "\033[32m", "\033[0m"
 
@@ -97,6 +99,7 @@ def _generate(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         tail_placement=options.tail_placement,
         max_num_seqs=1,
+        max_model_len=_context_for(options),
         chunk_size=options.chunk_size,
         chat=False if options.no_chat else None,
         report=lambda line: print(f"jaxspec: {line}", file=sys.stderr),
@@ -112,6 +115,25 @@ def _keep_compiled_programs() -> None:
     """A second start finds the programs of the first on disk."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
+
+
+def _context_for(options: argparse.Namespace) -> int:
+    """The least power of two, from 512 on, that holds the prompt and its answer, within what the model can.
+
+    Attention reads a table as long as the context, so it should be no longer than needed; and few sizes are few
+    programs.
+    """
+    checkpoint = open_model(options.model)
+    tokenizer, limit = Tokenizer.load(checkpoint.path), read_config(checkpoint.config).max_positions
+    is_chat = tokenizer.has_chat_template and not options.no_chat
+    prompt = tokenizer.encode_chat(options.prompt) if is_chat else tokenizer.encode(options.prompt)
+    needed = len(prompt) + options.max_tokens
+    if needed > limit:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and max_tokens={options.max_tokens} need a context of {needed} tokens, "
+            f"but the model's is {limit}: shorten the prompt or lower --max-tokens"
+        )
+    return min(max(512, 1 << (needed - 1).bit_length()), limit)
 
 
 def _follow(llm: LLM, prompt: str, params: SamplingParams, is_silent: bool) -> RequestOutput:

@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+# The default model is converted once for all runs of the tests, and not into the user's own cache.
+CACHE = Path(__file__).parent.parent / ".cache"
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Optimised code would take twice as long to compile, and the models of the tests are tiny.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -11,13 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The default model is converted once for all runs of the tests, and not into the user's own cache.
-CACHE = Path(__file__).parent.parent / ".cache"
-os.environ["XDG_CACHE_HOME"] = str(CACHE)
 
-import jax
-import pytest
+import jax  # noqa: E402  (reads the environment set above)
+import pytest  # noqa: E402
 
 # Programs queued on simulated devices can starve each other's collectives, and XLA then aborts the process.
 jax.config.update("jax_cpu_enable_async_dispatch", False)

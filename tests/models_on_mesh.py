@@ -70,6 +70,7 @@ def engine(
     rounds: int = 1,
     num_slots: int = 4,
     page_size: int = 8,
+    num_pages: int = 64,
 ) -> Engine:
     """One engine for tests that follow each other and ask for the same."""
     graph, weights = restored(name, mesh, placement)
@@ -77,7 +78,7 @@ def engine(
         layout=layout_of(name, mesh, placement),
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
-        num_pages=64,
+        num_pages=num_pages,
         pages_per_slot=128 // page_size,
         slots_per_group=-(-num_slots // mesh.pp),
         chunk=chunk,

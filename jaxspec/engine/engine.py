@@ -133,13 +133,12 @@ class Engine:
                 self.spec, variant, self.mesh, self._graph, nnx.get_partition_spec(self._weights), self.drafter
             )
             commands = variant.blank_commands(self.spec).pack()
-            arguments = (
+            self.programs[variant] = step.lower(
                 self._weights,
                 self._draft_weights,
-                self._state,
-                jax.device_put(commands, NamedSharding(self.mesh, P())),
-            )
-            self.programs[variant] = step.lower(*arguments).compile()
+                dataclasses.replace(self._state, ring=self._abstract_ring(variant.batch)),
+                jax.ShapeDtypeStruct(commands.shape, commands.dtype, sharding=NamedSharding(self.mesh, P())),
+            ).compile()
             self._on_compile(variant, time.perf_counter() - started)
         return self.programs[variant]
 

