@@ -27,9 +27,10 @@ class DraftContext:
     Attributes:
       root: last emitted token, node 0 of the next tree.
       length: its position; tokens before it have KV.
-      path, count: nodes of the tree just verified that were accepted, root first; 0 nodes where a prompt has just
-        ended.
-      emitted: the target's tokens after those nodes, so `emitted[count - 1]` is `root`.
+      path, count: nodes of the tree just verified that were accepted, root first; none where a slot does not decode.
+        Where a prompt has just ended, its last token is the one node.
+      emitted: the target's tokens after those nodes, so `emitted[count - 1]` is `root`, and row j of the path stands
+        at position `length - count + j`.
       hidden: the target's states at the nodes of that tree after the final norm.
       history, page_table: tokens at all positions up to `length`; pages of each slot, also for the draft's own KV.
       lane, lane_hidden: the prompt chunk that leaves with the group, and the states of its rows; None where there is

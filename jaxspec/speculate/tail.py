@@ -105,7 +105,7 @@ def finish(
             root=_last_emitted(verdict),
             length=rows.length,
             path=verdict.path,
-            count=jnp.where(is_activated, 0, verdict.kept),
+            count=verdict.kept,
             emitted=verdict.emitted,
             hidden=final,
             history=tokens,
