@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    jax.config.update("jax_platforms", "cpu")  # it only writes files: no GPU needs to be taken
     convert(options.src, options.dst)
 
 

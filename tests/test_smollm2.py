@@ -113,7 +113,7 @@ def mean_loss(llm, tokens) -> float:
     engine = llm.engine
 
     def loss(weights, tokens):
-        model = nnx.merge(engine._graph, weights)
+        model = nnx.merge(engine.graph, weights)
 
         def attend(cache, layer, q, k, v):
             output, _ = causal_attention(q, k, v, scale=q.shape[-1] ** -0.5)
@@ -124,9 +124,9 @@ def mean_loss(llm, tokens) -> float:
             log_p = jax.nn.log_softmax(model.logits(model.final_hidden(x))[:-1])
         return -jnp.take_along_axis(log_p, tokens[1:, None], axis=1).mean()
 
-    specs = (nnx.get_partition_spec(engine._weights), P())
+    specs = (nnx.get_partition_spec(engine.weights), P())
     run = jax.jit(jax.shard_map(loss, mesh=engine.mesh, in_specs=specs, out_specs=P(), check_vma=False))
-    return float(run(engine._weights, np.array(tokens)))
+    return float(run(engine.weights, np.array(tokens)))
 
 
 def test_sampled_tokens_are_the_same_with_and_without_speculation(llm, reference):

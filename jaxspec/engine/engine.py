@@ -44,7 +44,7 @@ class Engine:
     ):
         self.spec, self.mesh, self.drafter = spec, mesh, drafter
         self.scheduler = Scheduler(spec)
-        self._graph, self._weights, self._draft_weights = graph, weights, draft_weights
+        self.graph, self.weights, self._draft_weights = graph, weights, draft_weights
         self._on_compile = on_compile or (lambda variant, seconds: None)
         self.programs: dict[Variant, Step] = {}
         self._last_commands: dict[Variant, tuple[bytes, jax.Array]] = {}
@@ -78,13 +78,13 @@ class Engine:
     def warm_up(self, num_sequences: int, is_greedy: bool) -> None:
         """Compiles what so many sequences need from prompt to end; other variants are compiled when first met."""
         batch = self.scheduler.batch_for(num_sequences)
-        self._program(Variant(self.spec.pp == 1, has_lane=True, is_greedy=is_greedy, batch=batch))
+        self.program(Variant(self.spec.pp == 1, has_lane=True, is_greedy=is_greedy, batch=batch))
         is_solo = self.spec.pp == 1 or num_sequences <= self.spec.slots_per_group
-        self._program(Variant(is_solo, has_lane=False, is_greedy=is_greedy, batch=batch))
+        self.program(Variant(is_solo, has_lane=False, is_greedy=is_greedy, batch=batch))
 
-    def seconds_per_dispatch(self, repeats: int = 3) -> float:
+    def seconds_per_dispatch(self, batch: int = 1, repeats: int = 3) -> float:
         """Time of an empty dispatch of the decode program, which costs what a busy one does: shapes are static."""
-        variant = Variant(is_solo=True, has_lane=False, is_greedy=True, batch=self._batch)
+        variant = Variant(is_solo=True, has_lane=False, is_greedy=True, batch=batch)
         plan = Plan(variant, variant.blank_commands(self.spec), [])
         self._dispatch(plan).block_until_ready()
         started = time.perf_counter()
@@ -96,8 +96,8 @@ class Engine:
     def _dispatch(self, plan: Plan) -> jax.Array:
         if plan.variant.batch != self._batch:
             self._resize(plan.variant.batch)
-        program = self._program(plan.variant)
-        self._state, results = program(self._weights, self._draft_weights, self._state, self._send(plan))
+        program = self.program(plan.variant)
+        self._state, results = program(self.weights, self._draft_weights, self._state, self._send(plan))
         results.copy_to_host_async()
         return results
 
@@ -125,16 +125,17 @@ class Engine:
             self._state.ring,
         )
 
-    def _program(self, variant: Variant) -> Step:
+    def program(self, variant: Variant) -> Step:
+        """The compiled program of a variant; compiled when it is first asked for."""
         if variant not in self.programs:
             self._on_compile(variant, None)
             started = time.perf_counter()
             step = build_step(
-                self.spec, variant, self.mesh, self._graph, nnx.get_partition_spec(self._weights), self.drafter
+                self.spec, variant, self.mesh, self.graph, nnx.get_partition_spec(self.weights), self.drafter
             )
             commands = variant.blank_commands(self.spec).pack()
             self.programs[variant] = step.lower(
-                self._weights,
+                self.weights,
                 self._draft_weights,
                 dataclasses.replace(self._state, ring=self._abstract_ring(variant.batch)),
                 jax.ShapeDtypeStruct(commands.shape, commands.dtype, sharding=NamedSharding(self.mesh, P())),

@@ -31,14 +31,14 @@ def test_caches_stay_in_place(mesh, has_lane):
 def test_no_weight_matrix_is_copied(mesh):
     built = engine("llama_bias", MeshShape(*mesh), draft="ngram", tree="chain:4", rounds=2, num_pages=4096)
     program = compiled(built, has_lane=False)
-    for weight in jax.tree.leaves(built._weights):
+    for weight in jax.tree.leaves(built.weights):
         shape = weight.addressable_shards[0].data.shape
         if np.prod(shape) > 1024 and len(shape) > 1:
             assert not copies_of(program, shape[-2:]), shape
 
 
 def compiled(built, has_lane):
-    return built._program(Variant(built.spec.pp == 1, has_lane, is_greedy=True, batch=1))
+    return built.program(Variant(built.spec.pp == 1, has_lane, is_greedy=True, batch=1))
 
 
 def copies_of(program, shape) -> list[str]:

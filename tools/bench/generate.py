@@ -2,8 +2,8 @@
 
     python tools/bench/generate.py --model DIR --meshes 1,1,1 2,1,1 --drafts none ngram --peer
 
-The floor of a round is what its weights take to be read once, at the rate of a large copy measured in the same run;
-each device reads its own part, so a tp or dcp mesh has a lower one. Tokens a second count those after the first,
+The floor of a round is what its weights take to be read, at the rate of a large copy measured in the same run; each
+device reads its own part, so a tp or dcp mesh has a lower one. Tokens a second count those after the first,
 greedy, one sequence at a time. The peer decodes the same prompts with the same weights (transformers, torch).
 """
 
@@ -13,12 +13,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jaxspec
 from jaxspec.checkpoint.store import Checkpoint
+from jaxspec.engine.engine import Engine
 
 PROMPTS = [
     "Explain what gravity is in two sentences.",
@@ -83,6 +86,17 @@ def copy_rate() -> float:
     return 2 * size * 20 / (time.perf_counter() - started)
 
 
+def bytes_per_round(engine: Engine) -> int:
+    """Weights that the devices of one (tp, dcp) place read in a round: every stage's layers in turn, and the head."""
+    layout = engine.spec.layout
+
+    def local(weights: Any) -> int:
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
+
+    weights = nnx.to_pure_dict(engine.weights)
+    return layout.mesh.pp * local(weights["layers"]) + local(weights["embedding" if layout.shares_head else "head"])
+
+
 def measure(options: argparse.Namespace, mesh: str, draft: str, placement: str, rate: float) -> dict[str, object]:
     started = time.perf_counter()
     llm = jaxspec.LLM(
@@ -111,7 +125,7 @@ def measure(options: argparse.Namespace, mesh: str, draft: str, placement: str, 
         "tail": placement,
         "tokens/s": round(tokens / seconds, 1),
         "ms/round": round(1e3 * seconds / rounds, 3),
-        "floor ms": round(1e3 * llm.mesh_shape.pp * llm.memory.weights / rate, 3),
+        "floor ms": round(1e3 * bytes_per_round(llm.engine) / rate, 3),
         "tokens/round": round(tokens / rounds, 2),
         "TTFT ms": round(1e3 * statistics.median(o.time_to_first_token_s for o in outputs), 1),
         "temp MiB": round(temporaries / 2**20, 1),
