@@ -1,7 +1,6 @@
 """From a GGUF file or a Hugging Face directory to a jaxspec checkpoint."""
 
 import math
-import resource
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jaxspec.checkpoint.huggingface import open_huggingface
 from jaxspec.checkpoint.source import Source
 from jaxspec.checkpoint.store import Checkpoint
 from jaxspec.errors import UserError
+from jaxspec.progress import peak_host_memory
 
 
 def convert(src: Path, dst: Path, show_progress: bool = True) -> Checkpoint:
@@ -36,10 +36,9 @@ def convert(src: Path, dst: Path, show_progress: bool = True) -> Checkpoint:
         task = bar.add_task("convert", total=elements)
         checkpoint = store.write(dst, source, lambda done: bar.advance(task, done))
     size = sum(path.stat().st_size for path in dst.rglob("*") if path.is_file())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     console.print(
         f"{dst}: {elements / 1e6:.1f} M parameters, {size / 1e6:.0f} MB on disk, {time.monotonic() - started:.1f} s, "
-        f"peak host memory {peak / 1e6:.0f} MB",
+        f"peak host memory {peak_host_memory() / 1e6:.0f} MB",
         markup=False,
     )
     return checkpoint
