@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -63,10 +64,10 @@ def _is_spec(x: object) -> bool:
 
 
 def check_memory(plan: MemoryPlan, mesh: Mesh) -> None:
-    """Raises `UserError` where a device's memory can't hold the plan. (CPUs don't say what they have.)"""
+    """Raises `UserError` where a device's memory can't hold the plan. Simulated devices share that of the host."""
     stats = mesh.devices.flat[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if limit is not None and plan.total > _USABLE * limit:
+    limit = stats.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size)
+    if plan.total > _USABLE * limit:
         raise UserError(
             f"each device needs {plan.total / 2**30:.1f} GiB ({plan}) but may use {_USABLE * limit / 2**30:.1f}: "
             "lower max_num_seqs, max_model_len or num_pages, or use a larger mesh"
