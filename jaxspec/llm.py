@@ -14,6 +14,7 @@ from jaxspec.cache.pages import PageGeometry
 from jaxspec.cache.plan import check_memory, plan_memory
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
 from jaxspec.checkpoint.restore import restore_decoder
+from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine import sequence as sequences
 from jaxspec.engine.engine import Engine
@@ -44,7 +45,8 @@ class LLM:
     Args:
       model: name of a known model, or a directory made by `jaxspec convert`.
       draft: None or "none" for plain decoding, or the name of a drafter ("ngram").
-      mesh: sizes of the axes (pp, tp, dcp). On CPUs a larger mesh than there are devices is simulated.
+      mesh: sizes of the axes (pp, tp, dcp). On CPUs a larger mesh than there are devices is simulated, which must be
+        settled before JAX is first used: make the largest mesh of a process first.
       tree: shape of the drafted trees, as `chain:4` or `static:fork2x4`; None takes the drafter's own default.
       dtype: "auto" (bfloat16 on GPUs, float32 on CPUs), "float32" or "bfloat16".
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
@@ -64,7 +66,7 @@ class LLM:
         self,
         model: str = DEFAULT_MODEL,
         draft: str | None = None,
-        mesh: tuple[int, int, int] | MeshShape = (1, 1, 1),
+        mesh: tuple[int, int, int] | str | MeshShape = (1, 1, 1),
         tree: str | None = None,
         dtype: str = "auto",
         tail_placement: str | None = None,
@@ -79,23 +81,19 @@ class LLM:
         report: Callable[[str], None] | None = None,
     ):
         self._report = report or (lambda line: None)
-        self.mesh_shape = mesh if isinstance(mesh, MeshShape) else MeshShape(*mesh)
-        self.draft = draft or "none"
-        self._drafter = find_drafter(self.draft)
-        tree_spec = TreeSpec.parse(tree or self._drafter.default_tree)
-        self._drafter.check_tree(tree_spec)
-        self.tree = tree_spec.name
-        _check_choice("dtype", dtype, ("auto", *DTYPES))
-        _check_choice("tail_placement", tail_placement, (None, *TAIL_AXES))
+        self._drafter, tree_spec = check_options(draft, tree, dtype, tail_placement)
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
+            ("max_model_len", max_model_len, 1),
             ("chunk_size", chunk_size, 1),
             ("page_size", page_size, 1),
             ("num_pages", num_pages, 2),
             ("rounds_per_dispatch", rounds_per_dispatch, 1),
         ):
-            if value is not None and (not isinstance(value, int) or value < least):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise UserError(f"{name}={value!r} must be an integer of at least {least}")
+        self.mesh_shape = _as_mesh_shape(mesh)
+        self.draft, self.tree = draft or "none", tree_spec.name
         pp, dcp = self.mesh_shape.pp, self.mesh_shape.dcp
         geometry = PageGeometry(page_size or _PAGE_TOKENS_PER_RANK * dcp, dcp)
 
@@ -111,8 +109,8 @@ class LLM:
         if self.chat and not self.tokenizer.has_chat_template:
             raise UserError(f"model {model!r} has no chat template: give plain text (chat=False, --no-chat)")
         length = min(self.config.max_positions, _LONGEST_DEFAULT_CONTEXT) if max_model_len is None else max_model_len
-        if not isinstance(length, int) or not 1 <= length <= self.config.max_positions:
-            raise UserError(f"max_model_len={length!r} must be between 1 and the model's {self.config.max_positions}")
+        if length > self.config.max_positions:
+            raise UserError(f"max_model_len={length} must be at most the model's {self.config.max_positions}")
 
         slots_per_group, pages_per_slot = -(-max_num_seqs // pp), geometry.pages_for(length)
         self._spec = StepSpec(
@@ -122,7 +120,7 @@ class LLM:
             num_pages=num_pages or 1 + slots_per_group * pp * pages_per_slot,
             pages_per_slot=pages_per_slot,
             slots_per_group=slots_per_group,
-            chunk=chunk_size,
+            chunk=min(chunk_size, length),
             rounds=rounds_per_dispatch or (4 if is_gpu else 1),
         )
         if tail_placement is None and pp > 1 and is_gpu:
@@ -148,7 +146,7 @@ class LLM:
           show_progress: a bar on stderr, where that is a terminal and there are several prompts.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise UserError(f"{len(each)} sampling parameters for {len(many)} prompts: give one, or one for each")
         transcripts = [self._open(prompt, own) for prompt, own in zip(many, each, strict=True)]
@@ -170,11 +168,14 @@ class LLM:
         return transcript.output(prompt)
 
     def warm_up(self, num_seqs: int = 1, params: SamplingParams | None = None) -> None:
-        """Compiles what requests like these need. `generate` does so by itself, before its clock starts."""
+        """Compiles what so many requests like this need. `generate` and `stream` begin with it, off their clock."""
         self.engine.warm_up(num_seqs, (params or SamplingParams()).is_greedy)
 
     def _open(self, prompt: Prompt, params: SamplingParams) -> Transcript:
-        stop_ids = [*params.stop_token_ids, *([] if params.ignore_eos else self.tokenizer.eos_token_ids)]
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params={params!r} must be SamplingParams, or a list with one for each prompt")
+        stop_ids = [self._check_token("stop token", int(token)) for token in params.stop_token_ids]
+        stop_ids += [] if params.ignore_eos else self.tokenizer.eos_token_ids
         request = sequences.Sequence(
             order=next(self._arrivals),
             prompt=self.encode(prompt),
@@ -188,17 +189,25 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as the model gets it."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode_chat(prompt) if self.chat else self.tokenizer.encode(prompt)
-        items: list[Any] = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode(self.tokenizer.apply_chat_template(items))
-        for token in items:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise UserError(
-                    f"prompt token {token!r} must be an id between 0 and {self.config.vocab_size - 1}; "
-                    "a prompt is text, a list of chat messages, or a list of token ids"
-                )
-        return items
+            try:
+                return self.tokenizer.encode_chat(prompt) if self.chat else self.tokenizer.encode(prompt)
+            except TypeError as error:  # the tokenizer's way of saying that it is not Unicode
+                raise UserError(f"prompt {prompt[:40]!r} is not valid Unicode text: remove lone surrogates") from error
+        if isinstance(prompt, list | tuple | np.ndarray):
+            items: list[Any] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+            if items and all(isinstance(item, Mapping) for item in items):
+                return self.tokenizer.encode_messages(items)
+            if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
+                return [self._check_token("prompt token", int(item)) for item in items]
+        raise UserError(
+            f"prompt {str(prompt)[:40]!r} of type {type(prompt).__name__} is not a prompt: give text, a list of chat "
+            "messages with role and content, or a list of token ids"
+        )
+
+    def _check_token(self, name: str, token: int) -> int:
+        if not 0 <= token < self.config.vocab_size:
+            raise UserError(f"{name} {token} must be an id between 0 and {self.config.vocab_size - 1}")
+        return token
 
     def _run(self, transcripts: list[Transcript]) -> Iterator[tuple[Transcript, StreamChunk]]:
         """Serves requests to their ends; those left when the iterator is closed are cancelled."""
@@ -207,8 +216,8 @@ class LLM:
         by_request = {id(transcript.sequence): transcript for transcript in transcripts}
         self._is_busy = True
         try:
-            for is_greedy in {transcript.sequence.params.is_greedy for transcript in transcripts}:
-                self.engine.warm_up(len(transcripts), is_greedy)
+            is_greedy = all(transcript.sequence.params.is_greedy for transcript in transcripts)
+            self.engine.warm_up(len(transcripts), is_greedy)
             for transcript in transcripts:
                 transcript.sequence.arrived_at = time.perf_counter()
                 self.engine.add(transcript.sequence)
@@ -220,9 +229,9 @@ class LLM:
                         self.engine.finish(update.sequence, chunk.finish_reason)
                     yield served, chunk
         finally:
+            self._is_busy = False
             for transcript in transcripts:
                 self.engine.finish(transcript.sequence, "cancelled")
-            self._is_busy = False
 
     def _make_engine(self, placement: str) -> Engine:
         layout = dataclasses.replace(self._spec.layout, tail_axes=TAIL_AXES[placement])
@@ -235,16 +244,21 @@ class LLM:
         return Engine(spec, self._mesh, graph, weights, self._drafter, on_compile=self._announce)
 
     def _faster_placement(self) -> tuple[str, Engine]:
-        """Measures a round with either placement of the tail."""
-        timed: dict[str, float] = {}
-        engines: dict[str, Engine] = {}
-        for placement in TAIL_AXES:
-            engines[placement] = self._make_engine(placement)
-            timed[placement] = engines[placement].seconds_per_dispatch() / self._spec.rounds
-        best = min(timed, key=lambda placement: timed[placement])
-        times = ", ".join(f"{placement} {1e3 * seconds:.2f} ms" for placement, seconds in timed.items())
+        """Measures a round with either placement of the tail, one engine at a time: no device holds the model twice."""
+        seconds: dict[str, float] = {}
+        for placement in ("spread", "last"):
+            engine = None  # frees the one before
+            engine = self._make_engine(placement)
+            batch = engine.scheduler.batch_for(self._spec.num_slots)
+            seconds[placement] = engine.seconds_per_dispatch(batch) / self._spec.rounds
+        best = min(seconds, key=lambda placement: seconds[placement])
+        times = ", ".join(f"{placement} {1e3 * each:.2f} ms" for placement, each in seconds.items())
         self._report(f"tail placement {best}: a round takes {times}")
-        return best, engines[best]
+        if best != placement:
+            engine = None
+            engine = self._make_engine(best)
+        assert engine is not None
+        return best, engine
 
     def _announce(self, variant: Variant, seconds: float | None) -> None:
         what = "prompts" if variant.has_lane else "decoding"
@@ -255,13 +269,43 @@ class LLM:
         )
 
 
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+def check_options(
+    draft: str | None, tree: str | None, dtype: str, tail_placement: str | None
+) -> tuple[Drafter, TreeSpec]:
+    """The drafter and the tree, where these options can be had at all; nothing is opened for it.
+
+    Raises:
+      UserError: one of them is unknown, or they don't go together.
+    """
+    for name, value in (("draft", draft), ("tree", tree)):
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{name}={value!r} must be text or None")
+    drafter = find_drafter(draft or "none")
+    tree_spec = TreeSpec.parse(tree or drafter.default_tree)
+    drafter.check_tree(tree_spec)
+    _check_choice("dtype", dtype, ("auto", *DTYPES))
+    if tail_placement is not None:
+        _check_choice("tail_placement", tail_placement, tuple(TAIL_AXES))
+    return drafter, tree_spec
+
+
+def _as_mesh_shape(mesh: object) -> MeshShape:
+    if isinstance(mesh, MeshShape):
+        return mesh
+    if isinstance(mesh, str):
+        return MeshShape.parse(mesh)
+    if not isinstance(mesh, list | tuple) or len(mesh) != 3:
+        raise UserError(f"mesh={mesh!r} must be three sizes (pp, tp, dcp), for instance (2, 1, 2)")
+    return MeshShape(*mesh)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UserError(f"{name}={value!r} must be one of {', '.join(str(choice) for choice in choices)}")
+        raise UserError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
 
-def _is_one_prompt(prompts: object) -> bool:
+def _is_one_prompt(prompts: Any) -> bool:
     """Text, chat messages or token ids, rather than a list of them."""
-    return isinstance(prompts, str) or (
-        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int | Mapping)
-    )
+    if not isinstance(prompts, list | tuple):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping)

@@ -24,6 +24,8 @@ MODEL_AXES = (TP, DCP)
 
 type AxisNames = tuple[str, ...]
 
+_MOST_SIMULATED = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
@@ -35,7 +37,8 @@ class MeshShape:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            if not (isinstance(size := getattr(self, axis), int) and size >= 1):
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UserError(f"mesh axis {axis}={size!r} must be an integer of at least 1, as in mesh 2,1,2")
 
     @classmethod
@@ -73,15 +76,16 @@ def make_mesh(shape: MeshShape) -> Mesh:
     Raises:
       UserError: there are fewer devices than the mesh needs.
     """
-    if shape.size > 1:
+    if 1 < shape.size <= _MOST_SIMULATED:
         _simulate_cpu_devices(shape.size)
     devices = jax.devices()
     if len(devices) < shape.size:
-        remedy = (
-            f"start Python with JAX_NUM_CPU_DEVICES={shape.size} to simulate them, or make the mesh before JAX is used"
-            if devices[0].platform == "cpu"
-            else "choose a smaller mesh"
-        )
+        if devices[0].platform != "cpu":
+            remedy = "choose a smaller mesh"
+        elif shape.size > _MOST_SIMULATED:
+            remedy = f"choose a smaller mesh; at most {_MOST_SIMULATED} devices are simulated"
+        else:
+            remedy = f"make the largest mesh before JAX is used, or start with JAX_NUM_CPU_DEVICES={shape.size}"
         raise UserError(f"mesh {shape} needs {shape.size} devices but there are {len(devices)}: {remedy}")
     return jax.make_mesh(
         (shape.pp, shape.tp, shape.dcp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: shape.size]

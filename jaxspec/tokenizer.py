@@ -110,9 +110,12 @@ class Tokenizer:
             ) from error
 
     def encode_chat(self, user_text: str) -> list[int]:
-        """Ids of the prompt in which the user says `user_text`. The template writes BOS itself; none is added."""
-        prompt = self.apply_chat_template([{"role": "user", "content": user_text}])
-        return self.encoder.encode(prompt, add_special_tokens=False).ids
+        """Ids of the prompt in which the user says `user_text`."""
+        return self.encode_messages([{"role": "user", "content": user_text}])
+
+    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of the prompt for the assistant's next turn. The template writes BOS itself; none is added."""
+        return self.encoder.encode(self.apply_chat_template(messages), add_special_tokens=False).ids
 
 
 class StreamDecoder:

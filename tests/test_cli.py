@@ -129,6 +129,29 @@ def test_a_damaged_checkpoint_is_one_line_and_nothing_is_written(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_bad_option_is_found_before_any_model_is_made(tmp_path):
+    env = environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "jaxspec", "generate", "hello", "--draft", "eagle9"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+@needs_model
+def test_an_interrupt_while_programs_compile_ends_it_cleanly(tmp_path):
+    env = environment() | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "jaxspec", "generate", "hello", "--max-tokens", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stderr is not None
+        while "compiling" not in (line := process.stderr.readline()):
+            assert line, "it ended before it compiled"
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
 @needs_model
 def test_an_interrupt_ends_it_cleanly():
     command = [sys.executable, "-m", "jaxspec", "generate", "Write a long story.", "--max-tokens", "400"]

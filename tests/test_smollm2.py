@@ -91,6 +91,17 @@ def test_a_closed_stream_frees_its_slot(llm, outputs, reference):
     assert llm.generate(reference["greedy"][0]["user"], GREEDY)[0].token_ids == outputs[0].token_ids
 
 
+def test_an_interrupt_while_programs_compile_leaves_the_llm_usable(llm, outputs, reference, monkeypatch):
+    def interrupt(self, *arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(llm.engine), "warm_up", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(reference["greedy"][0]["user"], GREEDY)
+    assert llm.generate(reference["greedy"][0]["user"], GREEDY)[0].token_ids == outputs[0].token_ids
+
+
 def test_losses_are_those_of_transformers(llm, reference):
     for case in reference["nll"]:
         text = case["text"] if len(case["text"]) != 53 else wikitext()[:4000]
@@ -150,6 +161,12 @@ def test_sampled_tokens_are_the_same_with_and_without_speculation(llm, reference
         ("word " * 300, {}, "max_model_len"),
         ("hello", {"max_tokens": 1000}, "max_model_len"),
         ([5, 49152], {}, "49152"),
+        (b"hello", {}, "bytes"),
+        ({"role": "user", "content": "hello"}, {}, "dict"),
+        (5, {}, "int"),
+        (["a", 5], {}, "int"),
+        ("\ud800", {}, "Unicode"),
+        ("hello", {"stop_token_ids": [10**6]}, "1000000"),
         ([5, -1], {}, "-1"),
         ("hello", {"stop_token_ids": list(range(40))}, "stop token ids"),
     ],
@@ -161,7 +178,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_reason(llm, prompt, pa
         assert llm.generate(prompt, request)[0].token_ids
         return
     with pytest.raises(jaxspec.UserError, match=says) as error:
-        llm.generate([prompt, "hello"] if prompt else [prompt], request)
+        llm.generate([prompt], request)
     assert "\n" not in str(error.value)
 
 
@@ -175,6 +192,12 @@ def test_a_request_that_can_never_run_is_refused_with_the_reason(llm, prompt, pa
         ({"draft": "ngram", "tree": "dynamic:steps=4,topk=4,nodes=16"}, "dynamic"),
         ({"mesh": (4, 4, 1)}, "16 devices but there are 8"),
         ({"mesh": (0, 1, 1)}, "pp=0"),
+        ({"mesh": (2, 1)}, r"\(2, 1\)"),
+        ({"mesh": "1000000,1,1"}, "1000000"),
+        ({"mesh": None}, "None"),
+        ({"draft": 5}, "5"),
+        ({"num_pages": 10**9}, "GiB"),
+        ({"chunk_size": True}, "True"),
         ({"dtype": "float64"}, "float64"),
         ({"tail_placement": "middle"}, "middle"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),

@@ -34,7 +34,10 @@ def convert(src: Path, dst: Path, show_progress: bool = True) -> Checkpoint:
     columns = (TextColumn("converting"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not show_progress) as bar:
         task = bar.add_task("convert", total=elements)
-        checkpoint = store.write(dst, source, lambda done: bar.advance(task, done))
+        try:
+            checkpoint = store.write(dst, source, lambda done: bar.advance(task, done))
+        except OSError as error:
+            raise UserError(f"cannot write {dst} ({error}): choose a writable place with room for the model") from error
     size = sum(path.stat().st_size for path in dst.rglob("*") if path.is_file())
     console.print(
         f"{dst}: {elements / 1e6:.1f} M parameters, {size / 1e6:.0f} MB on disk, {time.monotonic() - started:.1f} s, "

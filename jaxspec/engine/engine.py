@@ -68,7 +68,11 @@ class Engine:
         """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
         plan = self.scheduler.plan() if self.scheduler.has_work else None
         if plan is not None:
-            self._in_flight.append((plan, self._dispatch(plan)))
+            try:
+                self._in_flight.append((plan, self._dispatch(plan)))
+            except BaseException:  # an interrupt while a program compiles, say
+                self._start_afresh()
+                raise
         if self._in_flight and (plan is None or len(self._in_flight) > _AHEAD):
             done, results = self._in_flight.popleft()
             yield from self.scheduler.collect(done, np.asarray(results))
@@ -76,11 +80,12 @@ class Engine:
             assert plan is not None or not self.scheduler.has_work, "requests wait, but nothing can change"
 
     def warm_up(self, num_sequences: int, is_greedy: bool) -> None:
-        """Compiles what so many sequences need from prompt to end; other variants are compiled when first met."""
-        batch = self.scheduler.batch_for(num_sequences)
-        self.program(Variant(self.spec.pp == 1, has_lane=True, is_greedy=is_greedy, batch=batch))
-        is_solo = self.spec.pp == 1 or num_sequences <= self.spec.slots_per_group
-        self.program(Variant(is_solo, has_lane=False, is_greedy=is_greedy, batch=batch))
+        """Compiles what so many sequences that come at once need; other variants are compiled when first met."""
+        has_stages, batch = self.spec.pp > 1, self.scheduler.batch_for(num_sequences)
+        self.program(Variant(not has_stages, has_lane=True, is_greedy=is_greedy, batch=batch))
+        self.program(Variant(is_solo=True, has_lane=False, is_greedy=is_greedy, batch=batch))
+        if has_stages and num_sequences > self.spec.slots_per_group:
+            self.program(Variant(is_solo=False, has_lane=False, is_greedy=is_greedy, batch=batch))
 
     def seconds_per_dispatch(self, batch: int = 1, repeats: int = 3) -> float:
         """Time of an empty dispatch of the decode program, which costs what a busy one does: shapes are static."""
@@ -100,6 +105,14 @@ class Engine:
         self._state, results = program(self.weights, self._draft_weights, self._state, self._send(plan))
         results.copy_to_host_async()
         return results
+
+    def _start_afresh(self) -> None:
+        """After a plan that did not reach the device: it no longer is in the state that the scheduler believes."""
+        self.scheduler.cancel_all()
+        self.scheduler = Scheduler(self.spec)
+        self._in_flight.clear()
+        self._batch = 1
+        self._state = initial_state(self.spec, self._batch, self.mesh)
 
     def _send(self, plan: Plan) -> jax.Array:
         """The packed commands on every device; most dispatches say the same as the one before them."""

@@ -19,8 +19,11 @@ class StreamToken:
 
 @dataclasses.dataclass(frozen=True)
 class StreamChunk:
-    """What one round added; `finish_reason` is set on the last chunk. Its text may hold more than its tokens' (what
-    could have begun a stop string)."""
+    """What one round added; `finish_reason` is set on the last chunk.
+
+    Where there are stop strings, text that could begin one is held back until the next chunks show that it doesn't, so
+    `text` may be shorter or longer than that of `tokens`; together the chunks' `text` is the answer.
+    """
 
     tokens: list[StreamToken]
     text: str
@@ -33,7 +36,8 @@ class RequestOutput:
 
     Attributes:
       accepted_lengths: tokens that each round emitted, bonus included. The first token comes from the prefill, so
-        `len(token_ids) == 1 + sum(accepted_lengths)`.
+        `len(token_ids) == 1 + sum(accepted_lengths)`. (Where pages ran out and a request was computed again, the token
+        of that prefill counts as a round of 1.)
       finish_reason: "stop" (an end token or a stop string) or "length".
       time_to_first_token_s: from its arrival, waiting for a slot included.
       tokens_per_second: of the tokens after the first; None where there is only one.

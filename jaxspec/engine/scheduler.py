@@ -73,6 +73,7 @@ class Scheduler:
         self._ring: deque[RingEntry | None] = deque([None] * (spec.pp - 1))
         self._is_solo = spec.pp == 1
         self._batch = 1
+        self._is_greedy = True
 
     @property
     def has_work(self) -> bool:
@@ -115,6 +116,12 @@ class Scheduler:
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         sequence.finished_at = time.perf_counter()
 
+    def cancel_all(self) -> None:
+        """Ends every request, for a device that can't be told: nothing of this scheduler is used after it."""
+        for sequence in [*self._waiting, *self._prefilling, *self._slots]:
+            if sequence is not None:
+                self.finish(sequence, "cancelled")
+
     def plan(self) -> Plan | None:
         """The next dispatch, or None where only results that are already on their way can change anything."""
         self._grant_ahead()
@@ -123,6 +130,10 @@ class Scheduler:
         is_ring_live = any(entry is not None and not entry.is_empty for entry in self._ring)
         if not self._prefilling and all(self._must_end(sequence) for sequence in running):
             return self._dispatch(enters=False) if is_ring_live else None
+        if not running and not is_ring_live:
+            self._is_greedy = True
+        # Once anything samples, all do until the engine is idle: to change back is another program to compile.
+        self._is_greedy &= all(s.params.is_greedy for s in [*running, *self._prefilling, *self._waiting])
         mode = self._wanted_mode(running)
         if mode != (self._is_solo, self._batch):
             if is_ring_live:
@@ -189,7 +200,7 @@ class Scheduler:
 
         Another request may have the pages at once: the release is queued before anything of that request can enter.
         """
-        if sequence.status is Status.WAITING:
+        if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif sequence.status is Status.PREFILLING:
             self._prefilling.remove(sequence)
@@ -251,7 +262,7 @@ class Scheduler:
         """Plans the entries of a dispatch; without `enters` it drains the ring."""
         spec = self.spec
         has_lane = bool(enters and self._prefilling) or any(e is not None and e.has_chunk for e in self._ring)
-        variant = Variant(self._is_solo, has_lane, is_greedy=True, batch=self._batch)
+        variant = Variant(self._is_solo, has_lane, self._is_greedy, self._batch)
         commands = variant.blank_commands(spec)
         solo_group = min(self._groups_in_use, default=0)
         commands.entering[...] = NO_GROUP if not enters else solo_group if self._is_solo else 0
@@ -265,9 +276,7 @@ class Scheduler:
             else:
                 self._ring.append(entry)
                 leaving.append(self._ring.popleft())
-        in_sight = [entry for entry in [*leaving, *self._ring] if entry is not None]
-        is_greedy = all(s.params.is_greedy for entry in in_sight for s in entry.owners.values())
-        return Plan(dataclasses.replace(variant, is_greedy=is_greedy), commands, leaving)
+        return Plan(variant, commands, leaving)
 
     def _enter(self, group: int, index: int, is_first: bool, commands: Commands) -> RingEntry:
         """A group's entry: its commands (in its first entry of a dispatch), and the chunk that rides along."""

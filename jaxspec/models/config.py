@@ -46,6 +46,12 @@ class ModelConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(f"{field.name}={value!r} of config.json must be a positive integer; check the file")
+            if field.type is float and not (isinstance(value, float | int) and 0 < value < math.inf):
+                raise UserError(f"{field.name}={value!r} of config.json must be a positive number; check the file")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}: "
@@ -93,7 +99,7 @@ def read_decoder_config(family: str, raw: Mapping[str, Any], **switches: Any) ->
         num_layers=field("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=field("num_key_value_heads", heads),
-        head_dim=field("head_dim", field("hidden_size") // heads),
+        head_dim=field("head_dim", _quotient(field("hidden_size"), heads)),
         norm_eps=field("rms_norm_eps", 1e-6),
         max_positions=field("max_position_embeddings", 2048),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -103,14 +109,20 @@ def read_decoder_config(family: str, raw: Mapping[str, Any], **switches: Any) ->
     )
 
 
+def _quotient(hidden_size: Any, heads: Any) -> Any:
+    """Head size where the file gives none; what is not two positive integers is left for the checks to name."""
+    return hidden_size // heads if isinstance(hidden_size, int) and isinstance(heads, int) and heads > 0 else 1
+
+
 def _read_rope(raw: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     """RoPE base and scaling: `rope_theta` and `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
     parameters = raw.get("rope_parameters") or {}
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
     scaling = raw.get("rope_scaling") or parameters
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse("partial_rotary_factor", raw["partial_rotary_factor"], "RoPE over the whole head")
+    for source in (raw, parameters):
+        if source.get("partial_rotary_factor", 1.0) != 1.0:
+            refuse("partial_rotary_factor", source["partial_rotary_factor"], "RoPE over the whole head")
     if kind == "default":
         return {"rope_theta": float(theta)}
     if kind not in ("llama3", "linear"):

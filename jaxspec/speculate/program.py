@@ -42,8 +42,12 @@ class Variant:
     batch: int
 
     def entries(self, spec: StepSpec) -> int:
-        """Groups that enter in a dispatch, and so results of one."""
-        return spec.rounds if self.is_solo else spec.rounds * spec.pp
+        """Groups that enter in a dispatch, and so results of one.
+
+        While prompts enter a dispatch has one round, so that a request is admitted as soon as its prompt ends.
+        """
+        rounds = 1 if self.has_lane else spec.rounds
+        return rounds if self.is_solo else rounds * spec.pp
 
     def blank_commands(self, spec: StepSpec) -> Commands:
         lane_entries = self.entries(spec) if self.has_lane else 0
@@ -62,6 +66,7 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
     Returns:
       A jitted function that donates the state. Results are in order of leaving, columns as in `tail.py`.
     """
+    assert not (variant.is_solo and variant.has_lane and spec.pp > 1), "prompts are pipelined over all places"
     blank = variant.blank_commands(spec)
 
     def on_device(weights: Any, draft_weights: Any, state: StepState, packed: Array) -> tuple[StepState, Array]:
@@ -93,14 +98,11 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
 
         def one_group_round(state: StepState, round_: Array) -> tuple[StepState, Array]:
             def relay(tick: Array, carry: tuple[StepState, Any]) -> tuple[StepState, Any]:
-                lane = commands.lane.at(round_) if commands.lane is not None else None
-                if lane is not None:
-                    lane = dataclasses.replace(lane, length=jnp.where(tick == 0, lane.length, 0))
                 entry = Entry(
                     group=jnp.where(tick == 0, commands.entering, NO_GROUP),
                     commands=commands.slots,
                     has_commands=round_ == 0,
-                    lane=lane,
+                    lane=commands.lane.at(round_) if commands.lane is not None else None,
                 )
                 state, leaving = advance(spec, target, carry[0], tick, entry)
                 return state, (leaving.hidden, leaving.lane_hidden)
