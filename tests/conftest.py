@@ -32,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the full product of meshes, drafts, trees and placements")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file run in one process, and those of meshes in one a model."""
+    for item in items:
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        group = f"{item.path.stem}-{case['model']}" if isinstance(case, dict) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     return FIXTURES

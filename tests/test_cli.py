@@ -148,7 +148,7 @@ def test_an_interrupt_while_programs_compile_ends_it_cleanly(tmp_path):
         time.sleep(2)
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
 
 
@@ -161,6 +161,6 @@ def test_an_interrupt_ends_it_cleanly():
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read().decode()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "interrupted" in errors

@@ -157,7 +157,7 @@ def test_sampled_tokens_are_the_same_with_and_without_speculation(llm, reference
     ("prompt", "params", "says"),
     [
         ("", {}, None),  # the template makes a prompt of it
-        ([], {}, "empty"),
+        ([[]], {}, "empty"),
         ("word " * 300, {}, "max_model_len"),
         ("hello", {"max_tokens": 1000}, "max_model_len"),
         ([5, 49152], {}, "49152"),
@@ -178,7 +178,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_reason(llm, prompt, pa
         assert llm.generate(prompt, request)[0].token_ids
         return
     with pytest.raises(jaxspec.UserError, match=says) as error:
-        llm.generate([prompt], request)
+        llm.generate(prompt, request)
     assert "\n" not in str(error.value)
 
 
