@@ -66,13 +66,13 @@ class Engine:
 
     def step(self) -> Iterator[Update]:
         """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
-        plan = self.scheduler.plan() if self.scheduler.has_work else None
-        if plan is not None:
-            try:
+        try:
+            plan = self.scheduler.plan() if self.scheduler.has_work else None
+            if plan is not None:
                 self._in_flight.append((plan, self._dispatch(plan)))
-            except BaseException:  # an interrupt while a program compiles, say
-                self._start_afresh()
-                raise
+        except BaseException:  # an interrupt while a program compiles, say
+            self._start_afresh()
+            raise
         if self._in_flight and (plan is None or len(self._in_flight) > _AHEAD):
             done, results = self._in_flight.popleft()
             yield from self.scheduler.collect(done, np.asarray(results))
@@ -110,8 +110,10 @@ class Engine:
         """After a plan that did not reach the device: it no longer is in the state that the scheduler believes."""
         self.scheduler.cancel_all()
         self.scheduler = Scheduler(self.spec)
+        _await_results(self._in_flight)
         self._in_flight.clear()
         self._batch = 1
+        del self._state  # before the new one: a device may have no room for two caches
         self._state = initial_state(self.spec, self._batch, self.mesh)
 
     def _send(self, plan: Plan) -> jax.Array:
