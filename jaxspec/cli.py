@@ -12,7 +12,7 @@ import jax
 from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
-from jaxspec.llm import DTYPES, TAIL_AXES, check_options
+from jaxspec.llm import DTYPES, TAIL_AXES, check_at_least, check_options
 from jaxspec.mesh import make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.tokenizer import Tokenizer
@@ -94,10 +94,7 @@ def _generate(options: argparse.Namespace) -> None:
     mesh = MeshShape.parse(options.mesh)
     # Before the model is opened, which may convert it first.
     check_options(options.draft, options.tree, options.dtype, options.tail_placement)
-    if options.chunk_size < 1:
-        raise UserError(
-            f"chunk_size={options.chunk_size} must be at least 1: prompts enter in chunks of that many tokens"
-        )
+    check_at_least("chunk_size", options.chunk_size, 1)
     make_mesh(mesh)
     _keep_compiled_programs()
     llm = LLM(

@@ -90,8 +90,8 @@ class LLM:
             ("num_pages", num_pages, 2),
             ("rounds_per_dispatch", rounds_per_dispatch, 1),
         ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise UserError(f"{name}={value!r} must be an integer of at least {least}")
+            if value is not None:
+                check_at_least(name, value, least)
         self.mesh_shape = _as_mesh_shape(mesh)
         self.draft, self.tree = draft or "none", tree_spec.name
         pp, dcp = self.mesh_shape.pp, self.mesh_shape.dcp
@@ -189,10 +189,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as the model gets it."""
         if isinstance(prompt, str):
-            try:
-                return self.tokenizer.encode_chat(prompt) if self.chat else self.tokenizer.encode(prompt)
-            except TypeError as error:  # the tokenizer's way of saying that it is not Unicode
-                raise UserError(f"prompt {prompt[:40]!r} is not valid Unicode text: remove lone surrogates") from error
+            return self.tokenizer.encode_chat(prompt) if self.chat else self.tokenizer.encode(prompt)
         if isinstance(prompt, list | tuple | np.ndarray):
             items: list[Any] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
             if items and all(isinstance(item, Mapping) for item in items):
@@ -287,6 +284,11 @@ def check_options(
     if tail_placement is not None:
         _check_choice("tail_placement", tail_placement, tuple(TAIL_AXES))
     return drafter, tree_spec
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{name}={value!r} must be an integer of at least {least}")
 
 
 def _as_mesh_shape(mesh: object) -> MeshShape:

@@ -77,12 +77,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, after a BOS token if the checkpoint's files ask for one."""
-        ids = self.encoder.encode(text).ids
+        ids = self._ids(text, add_special_tokens=True)
         bos = self.bos_token_id
         if self.adds_bos is None or bos is None:
             return ids
         if not self.adds_bos:
-            return self.encoder.encode(text, add_special_tokens=False).ids
+            return self._ids(text, add_special_tokens=False)
         return ids if ids[:1] == [bos] else [bos, *ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -115,7 +115,13 @@ class Tokenizer:
 
     def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids of the prompt for the assistant's next turn. The template writes BOS itself; none is added."""
-        return self.encoder.encode(self.apply_chat_template(messages), add_special_tokens=False).ids
+        return self._ids(self.apply_chat_template(messages), add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # the encoder's way of saying that it is not Unicode
+            raise UserError("the prompt is not valid Unicode text: remove bytes that are not UTF-8") from error
 
 
 class StreamDecoder:

@@ -104,6 +104,7 @@ def test_on_a_terminal_drafted_tokens_are_coloured_unless_no_color_is_set(no_col
         (("--seed", "-3"), "seed=-3"),
         (("--max-tokens", "9000"), "8192"),
         (("--colour",), "--colour"),
+        (("--chunk-size", "0"), "chunk_size=0"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -116,6 +117,18 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, says, capfd)
     assert exit_.value.code == 2
     assert captured.out == ""
     assert says in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@needs_model
+def test_a_prompt_that_is_not_unicode_is_one_line(capfd):
+    from jaxspec.cli import main
+
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "caf\udce9"])  # how Python hands over a byte of a terminal that is not UTF-8
+    captured = capfd.readouterr()
+    assert (exit_.value.code, captured.out) == (2, "")
+    assert "Unicode" in captured.err
     assert len(captured.err.strip().splitlines()) == 1
 
 
