@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models import tensors
-from jaxspec.models.decoder import Decoder, DecoderLayer, DecoderLayout, head_tensor
+from jaxspec.models.decoder import Decoder, DecoderLayer, DecoderLayout
 
 
 class TensorReader(Protocol):
@@ -54,10 +54,8 @@ def restore_decoder(
             )
         on_step(1)
     for name in [name for name in pure if name != "layers"]:
-        source = {"embedding": tensors.EMBEDDING, "final_norm": tensors.FINAL_NORM}.get(
-            name, head_tensor(layout.config)
-        )
-        array = Decoder.pack_ends(layout, name, checkpoint.read([source])).astype(layout.dtype)
+        source = Decoder.end_tensor(layout.config, name)
+        array = Decoder.pack_end(layout, name, checkpoint.read([source])[source]).astype(layout.dtype)
         sharding = NamedSharding(mesh, pure_specs[name])
         pure[name] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
     nnx.replace_by_pure_dict(state, pure)

@@ -231,17 +231,14 @@ class Decoder(nnx.Module):
         return jnp.einsum("...e,ve->...v", hidden, head[...], preferred_element_type=jnp.float32)
 
     @staticmethod
-    def pack_ends(layout: DecoderLayout, name: str, canonical: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The array called `name` that belongs to no layer."""
-        if name == "embedding":
-            return canonical[tensors.EMBEDDING]
-        if name == "final_norm":
-            return canonical[tensors.FINAL_NORM]
-        return _pad_axis(canonical[head_tensor(layout.config)], 0, layout.padded_vocab)
+    def end_tensor(config: ModelConfig, name: str) -> str:
+        """The canonical tensor of the array called `name`, which belongs to no layer."""
+        head = tensors.EMBEDDING if config.tie_embeddings else tensors.HEAD
+        return {"embedding": tensors.EMBEDDING, "final_norm": tensors.FINAL_NORM, "head": head}[name]
 
-
-def head_tensor(config: ModelConfig) -> str:
-    return tensors.EMBEDDING if config.tie_embeddings else tensors.HEAD
+    @staticmethod
+    def pack_end(layout: DecoderLayout, name: str, canonical: np.ndarray) -> np.ndarray:
+        return _pad_axis(canonical, 0, layout.padded_vocab) if name == "head" else canonical
 
 
 def _pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:

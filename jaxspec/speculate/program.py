@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.drafts.interface import Drafter
 from jaxspec.speculate.commands import NO_GROUP, Commands
+from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState
 from jaxspec.speculate.tail import finish
 from jaxspec.speculate.tick import Entry, Leaving, advance
@@ -73,6 +74,9 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
         target = nnx.merge(graph, weights)
         commands = blank.unpack(packed)
 
+        def chunk_at(index: Array) -> LaneRows | None:
+            return None if commands.lane is None else commands.lane.at(index)
+
         def tail(state: StepState, leaving: Leaving, tick: Array) -> tuple[StepState, Array]:
             return finish(
                 spec,
@@ -91,7 +95,7 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
                 group=jnp.where(commands.entering >= 0, tick % spec.pp, NO_GROUP),
                 commands=commands.slots,
                 has_commands=tick < spec.pp,
-                lane=commands.lane.at(tick) if commands.lane is not None else None,
+                lane=chunk_at(tick),
             )
             state, leaving = advance(spec, target, state, tick, entry)
             return tail(state, leaving, tick)
@@ -102,7 +106,7 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
                     group=jnp.where(tick == 0, commands.entering, NO_GROUP),
                     commands=commands.slots,
                     has_commands=round_ == 0,
-                    lane=commands.lane.at(round_) if commands.lane is not None else None,
+                    lane=chunk_at(round_),
                 )
                 state, leaving = advance(spec, target, carry[0], tick, entry)
                 return state, (leaving.hidden, leaving.lane_hidden)

@@ -9,9 +9,10 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from jaxspec.errors import UserError
+from pallas_kernels.tree_attention import is_ancestor
 
 MAX_NODES = 64  # ancestor bits are two 32-bit words
 _WORDS = MAX_NODES // 32
@@ -102,12 +103,6 @@ def ancestor_bits(parents: Int[Array, "B T"], max_depth: int) -> UInt32[Array, "
     padded = jnp.pad(reach, ((0, 0), (0, 0), (0, MAX_NODES - t))).reshape(*reach.shape[:2], _WORDS, 32)
     weights = jnp.array(1 << np.arange(32, dtype=np.uint64), jnp.uint32)
     return jnp.sum(jnp.where(padded, weights, 0), axis=-1, dtype=jnp.uint32)
-
-
-def is_ancestor(ancestors: UInt32[Array, "B T 2"]) -> Bool[Array, "B T T"]:
-    """[b, t, n]: node n is t or an ancestor of t."""
-    node = jnp.arange(ancestors.shape[1])
-    return (ancestors[:, :, node // 32] >> (node % 32).astype(jnp.uint32)) & 1 == 1
 
 
 def depths(ancestors: UInt32[Array, "B T 2"]) -> Int[Array, "B T"]:

@@ -1,9 +1,15 @@
 """Attention by ancestor bits, in plain JAX and float32."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 from pallas_kernels.context_decode.reference import softmax_attend
+
+
+def is_ancestor(ancestors: UInt32[Array, "B T 2"]) -> Bool[Array, "B T T"]:
+    """[b, t, n]: node n is t or an ancestor of t."""
+    node = jnp.arange(ancestors.shape[1])
+    return (ancestors[:, :, node // 32] >> (node % 32).astype(jnp.uint32)) & 1 == 1
 
 
 def tree_attention(
@@ -26,9 +32,7 @@ def tree_attention(
     """
     b, t, h, d = q.shape
     kv_heads = k.shape[2]
-    node = jnp.arange(t)
-    is_ancestor = (ancestors[:, :, node // 32] >> (node % 32).astype(jnp.uint32)) & 1 == 1
     grouped = q.reshape(b, t, kv_heads, h // kv_heads, d)
     scores = scale * jnp.einsum("btkgd,bnkd->btkgn", grouped, k, preferred_element_type=jnp.float32)
-    output, lse = softmax_attend(scores, is_ancestor[:, :, None, None, :], v, "btkgn,bnkd->btkgd")
+    output, lse = softmax_attend(scores, is_ancestor(ancestors)[:, :, None, None, :], v, "btkgn,bnkd->btkgd")
     return output.reshape(b, t, h, d), lse.reshape(b, t, h)
