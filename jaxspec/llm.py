@@ -71,6 +71,7 @@ class LLM:
         dtype: str = "auto",
         tail_placement: str | None = None,
         *,
+        draft_taps: Sequence[int] | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         page_size: int | None = None,
@@ -81,7 +82,7 @@ class LLM:
         report: Callable[[str], None] | None = None,
     ):
         self._report = report or (lambda line: None)
-        self._drafter, tree_spec = check_options(draft, tree, dtype, tail_placement)
+        drafter, tree_spec = check_options(draft, tree, dtype, tail_placement)
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_model_len", max_model_len, 1),
@@ -115,6 +116,7 @@ class LLM:
         slots_per_group, pages_per_slot = -(-max_num_seqs // pp), geometry.pages_for(length)
         self._spec = StepSpec(
             layout=DecoderLayout(self.config, self.mesh_shape, MODEL_AXES, DTYPES[self.dtype]),
+            drafter=drafter.fit(self.config, draft_taps),
             tree=tree_spec,
             geometry=geometry,
             num_pages=num_pages or 1 + slots_per_group * pp * pages_per_slot,
@@ -238,7 +240,8 @@ class LLM:
         with progress_bar("loading weights", layout.layer_slots + 1, is_shown=True) as advance:
             graph, weights = restore_decoder(self._checkpoint, layout, self._mesh, advance)
         self._report(f"memory of each device: {self.memory}; peak of the host: {peak_host_memory() / 2**20:,.0f} MiB")
-        return Engine(spec, self._mesh, graph, weights, self._drafter, on_compile=self._announce)
+        draft_weights = spec.drafter.restore(layout, self._mesh)
+        return Engine(spec, self._mesh, graph, weights, draft_weights, on_compile=self._announce)
 
     def _faster_placement(self) -> tuple[str, Engine]:
         """Measures a round with either placement of the tail, one engine at a time: no device holds the model twice."""

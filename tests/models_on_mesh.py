@@ -18,7 +18,7 @@ from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.llm import TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
-from jaxspec.models.decoder import DecoderLayout
+from jaxspec.models.decoder import DecoderLayout, ignore
 from jaxspec.models.registry import read_config
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
@@ -76,6 +76,7 @@ def engine(
     graph, weights = restored(name, mesh, placement)
     spec = StepSpec(
         layout=layout_of(name, mesh, placement),
+        drafter=find_drafter(draft),
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
         num_pages=num_pages,
@@ -84,7 +85,7 @@ def engine(
         chunk=chunk,
         rounds=rounds,
     )
-    return Engine(spec, make_mesh(mesh), graph, weights, find_drafter(draft))
+    return Engine(spec, make_mesh(mesh), graph, weights)
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def _forward(name: str):
             return output.reshape(len(q), -1), cache
 
         with jax.default_matmul_precision("highest"):
-            x, _ = model.stage(model.embed(tokens), jnp.arange(len(tokens)), attend, None)
+            x, _, _ = model.stage(model.embed(tokens), jnp.arange(len(tokens)), attend, None, ignore, None)
             return model.logits(model.final_hidden(x))
 
     sharded = jax.shard_map(

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxspec
 from jaxspec.checkpoint.default_model import cache_directory
+from jaxspec.models.decoder import ignore
 from pallas_kernels.chunk_prefill import causal_attention
 
 pytestmark = pytest.mark.skipif(
@@ -131,7 +132,7 @@ def mean_loss(llm, tokens) -> float:
             return output.reshape(len(q), -1), cache
 
         with jax.default_matmul_precision("highest"):
-            x, _ = model.stage(model.embed(tokens), jnp.arange(len(tokens)), attend, None)
+            x, _, _ = model.stage(model.embed(tokens), jnp.arange(len(tokens)), attend, None, ignore, None)
             log_p = jax.nn.log_softmax(model.logits(model.final_hidden(x))[:-1])
         return -jnp.take_along_axis(log_p, tokens[1:, None], axis=1).mean()
 

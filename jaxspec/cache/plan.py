@@ -25,42 +25,47 @@ class MemoryPlan:
     weights: int
     pages: int
     pending: int
+    draft: int
     other: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.pages + self.pending + self.other
+        return self.weights + self.pages + self.pending + self.draft + self.other
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "pages": self.pages, "pending KV": self.pending, "other state": self.other}
-        return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items())
+        parts = {
+            "weights": self.weights,
+            "pages": self.pages,
+            "pending KV": self.pending,
+            "draft": self.draft,
+            "other state": self.other,
+        }
+        return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or name != "draft")
 
 
 def plan_memory(spec: StepSpec, mesh: Mesh) -> MemoryPlan:
     """What a device will hold; nothing is allocated."""
     _, weights = abstract_decoder(spec.layout)
-    weight_shapes, weight_specs = (
-        jax.tree.leaves(weights),
-        jax.tree.leaves(nnx.get_partition_spec(weights), is_leaf=_is_spec),
-    )
-    state, specs = jax.eval_shape(lambda: StepState.empty(spec, spec.slots_per_group)), StepState.specs()
+    draft_weights = spec.drafter.abstract_weights(spec.layout)
+    state, specs = jax.eval_shape(lambda: StepState.empty(spec, spec.slots_per_group)), StepState.specs(spec)
 
-    def local(x: Any, split: Any) -> int:
-        return math.prod(NamedSharding(mesh, split).shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+    def local(arrays: Any, splits: Any) -> int:
+        """Bytes of a tree of arrays on a device; `splits` is a prefix of it."""
 
-    pages = local(state.cache.pages, specs.cache.pages)
-    pending = local(state.cache.pending, specs.cache.pending)
-    replicated = jax.tree.leaves((state.history, state.slots))
+        def each(split: P, part: Any) -> int:
+            shapes = [(NamedSharding(mesh, split).shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(part)]
+            return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+        sizes = jax.tree.map(each, splits, arrays, is_leaf=lambda x: isinstance(x, P))
+        return sum(jax.tree.leaves(sizes))
+
     return MemoryPlan(
-        weights=sum(local(x, split) for x, split in zip(weight_shapes, weight_specs, strict=True)),
-        pages=pages,
-        pending=pending,
-        other=sum(x.size * x.dtype.itemsize for x in replicated),
+        weights=local(weights, nnx.get_partition_spec(weights)),
+        pages=local(state.cache.pages, specs.cache.pages),
+        pending=local(state.cache.pending, specs.cache.pending),
+        draft=local(draft_weights, nnx.get_partition_spec(draft_weights)) + local(state.draft, specs.draft),
+        other=local((state.history, state.slots), (specs.history, specs.slots)),
     )
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, P)
 
 
 def check_memory(plan: MemoryPlan, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""From a GGUF file or a Hugging Face directory to a jaxspec checkpoint."""
+"""From a GGUF file, a Hugging Face directory or a published draft head to a jaxspec checkpoint."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from jaxspec.checkpoint import store
+from jaxspec.checkpoint.eagle3_files import is_head, open_eagle3
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.huggingface import open_huggingface
 from jaxspec.checkpoint.source import Source
@@ -17,15 +18,15 @@ from jaxspec.progress import peak_host_memory
 
 
 def convert(src: Path, dst: Path, show_progress: bool = True) -> Checkpoint:
-    """Writes the model at `src` to the new directory `dst`.
+    """Writes the model or draft head at `src` to the new directory `dst`.
 
     Args:
-      src: a GGUF file or a Hugging Face directory.
+      src: a GGUF file, a Hugging Face directory or the directory of an EAGLE-3 head.
       dst: a path that does not exist, or an empty directory.
       show_progress: a bar, then the size and the peak host memory, on stderr.
 
     Raises:
-      UserError: `src` is neither or is damaged, `dst` is taken, or the two do not fit jaxspec's models.
+      UserError: `src` is none of them or is damaged, `dst` is taken, or the two do not fit jaxspec's models.
     """
     started = time.monotonic()
     source = open_source(src)
@@ -48,7 +49,7 @@ def convert(src: Path, dst: Path, show_progress: bool = True) -> Checkpoint:
 
 
 def open_source(src: Path) -> Source:
-    """The model at `src`, by what is there.
+    """The model or draft head at `src`, by what is there.
 
     Raises:
       UserError: nothing is there, or nothing that can be converted.
@@ -63,4 +64,4 @@ def open_source(src: Path) -> Source:
         raise UserError(f"{src} is a jaxspec checkpoint already: use it as it is")
     if not (src / "config.json").is_file() and (files := sorted(src.glob("*.gguf"))):
         raise UserError(f"{src} is a directory of GGUF files: give one of them, such as {files[0]}")
-    return open_huggingface(src)
+    return open_eagle3(src) if is_head(src) else open_huggingface(src)

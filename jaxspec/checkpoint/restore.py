@@ -68,7 +68,7 @@ def _pack_layer(checkpoint: TensorReader, layout: DecoderLayout, layer: int | No
         return None
     names = {name: tensors.layer_tensor(layer, name) for name in tensors.layer_shapes(layout.config)}
     read = checkpoint.read(list(names.values()))
-    packed = DecoderLayer.pack(layout, {name: read[full] for name, full in names.items()})
+    packed = DecoderLayer.pack(layout.layer, {name: read[full] for name, full in names.items()})
     return {name: array.astype(layout.dtype, copy=False) for name, array in packed.items()}
 
 

@@ -11,7 +11,8 @@ import numpy as np
 class Source:
     """A model somewhere on disk, in canonical form: Hugging Face names, `[out, in]` matrices, unpermuted query and key.
 
-    `read` brings one tensor into memory (float32, float16 or bfloat16); nothing else here holds weights.
+    Or a draft head, by the names of its own module and without a tokenizer. `read` brings one tensor into memory
+    (float32, float16 or bfloat16; int64 for a table of tokens); nothing else here holds weights.
     """
 
     config: dict[str, Any]  # as a Hugging Face config.json

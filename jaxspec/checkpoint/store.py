@@ -6,6 +6,9 @@ tokenizer.json          tokenizer_config.json
 params/embed            one Orbax checkpoint for the embedding,
 params/layer_000 ...    one for each layer,
 params/head             and one for the final norm and the head
+
+A draft head is stored the same way: its config.json as it was published, no tokenizer, and in params/head also what
+stands before its layers.
 """
 
 import dataclasses
@@ -25,6 +28,7 @@ from jaxspec.checkpoint.gguf_file import MAGIC
 from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.source import Source
 from jaxspec.checkpoint.staging import staged_directory
+from jaxspec.drafts import eagle3_config
 from jaxspec.errors import UserError
 from jaxspec.models.registry import read_config
 from jaxspec.models.tensors import EMBEDDING, tensor_shapes
@@ -34,6 +38,7 @@ MANIFEST = "jaxspec.json"
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)}
 _CONVERT = "make one with `jaxspec convert SRC DST`"
 _CONVERT_AGAIN = "make it anew with `jaxspec convert SRC DST`"
+_TARGET_FOR_HEAD = "{} is a target model, not a draft head: give it as the model, and an EAGLE-3 head of it as draft"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +63,18 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
+    @property
+    def is_draft(self) -> bool:
+        """Whether it holds a draft head instead of a target model."""
+        return eagle3_config.is_eagle3(self.config, self.tensors)
+
     @classmethod
-    def open(cls, path: str | Path) -> "Checkpoint":
+    def open(cls, path: str | Path, is_draft: bool | None = None) -> "Checkpoint":
         """Checks that `path` is a whole checkpoint whose tensors are those that its config asks for.
+
+        Args:
+          path: its directory.
+          is_draft: whether a draft head or a target model is wanted; None for either.
 
         Raises:
           UserError: it is not; the message says what it is instead, and the remedy.
@@ -83,6 +97,9 @@ class Checkpoint:
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path / MANIFEST} is damaged ({error!r}): {_CONVERT_AGAIN}") from error
         checkpoint = cls(path, config, tensors)
+        if is_draft is not None and is_draft != checkpoint.is_draft:
+            said = eagle3_config.HEAD_FOR_TARGET if checkpoint.is_draft else _TARGET_FOR_HEAD
+            raise UserError(said.format(path))
         check_tensors(path, config, checkpoint.shapes)
         for item in _by_item(tensors):
             if not (path / "params" / item).is_dir():
@@ -155,11 +172,7 @@ def write(destination: Path, source: Source, progress: Callable[[int], None] = l
         for item, members in _by_item(source.names).items():
             arrays = {name: np.ascontiguousarray(source.read(name)) for name in members}
             for name, array in arrays.items():
-                if array.dtype.name not in DTYPES:
-                    raise UserError(
-                        f"tensor {name!r} of the source is {array.dtype.name}: a checkpoint holds {', '.join(DTYPES)}; "
-                        "convert it to one of these first"
-                    )
+                check_dtype("the source", name, array)
                 check_finite("the source", name, array)
                 manifest[name] = {"shape": array.shape, "dtype": array.dtype.name, "crc32": _crc32(array)}
             try:
@@ -177,12 +190,12 @@ def write(destination: Path, source: Source, progress: Callable[[int], None] = l
 
 
 def check_tensors(where: Path | str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Requires exactly the tensors, by name and shape, of the model that `config` describes.
+    """Requires exactly the tensors, by name and shape, of the model or draft head that `config` describes.
 
     Raises:
       UserError: it names a tensor that is missing, misshapen (both shapes) or extra.
     """
-    expected = tensor_shapes(read_config(config))
+    expected = expected_tensors(config, shapes)
     if missing := [name for name in expected if name not in shapes]:
         name = missing[0]
         raise UserError(
@@ -203,6 +216,25 @@ def check_tensors(where: Path | str, config: Mapping[str, Any], shapes: Mapping[
         )
 
 
+def expected_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a config asks for; those at hand say what kind of model it is."""
+    if eagle3_config.is_eagle3(config, shapes):
+        return eagle3_config.eagle3_tensor_shapes(eagle3_config.read_eagle3_config(config, shapes))
+    return tensor_shapes(read_config(config))
+
+
+def check_dtype(where: Path | str, name: str, array: np.ndarray) -> None:
+    """Raises:
+    UserError: a checkpoint does not hold tensors of this type, or not under this name.
+    """
+    held = ["int64"] if name == eagle3_config.DRAFT_TO_TARGET else list(DTYPES)
+    if array.dtype.name not in held:
+        raise UserError(
+            f"tensor {name!r} of {where} is {array.dtype.name}: a checkpoint holds it as {', '.join(held)}; "
+            "convert it to one of these first"
+        )
+
+
 def check_finite(where: Path | str, name: str, array: np.ndarray) -> None:
     """Raises:
     UserError: the tensor has a NaN or an infinity.
@@ -220,8 +252,9 @@ def _by_item(names: Iterable[str]) -> dict[str, list[str]]:
     """Tensor names by the directory under `params` that holds them."""
     items: dict[str, list[str]] = {}
     for name in names:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        item = f"layer_{int(layer[1]):03d}" if layer else "embed" if name == EMBEDDING else "head"
+        layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        is_embedding = name in (EMBEDDING, eagle3_config.EMBEDDING)
+        item = f"layer_{int(layer[1]):03d}" if layer else "embed" if is_embedding else "head"
         items.setdefault(item, []).append(name)
     return items
 

@@ -1,21 +1,28 @@
 """What a drafter sees and gives.
 
-A drafter is one file: a frozen dataclass with the two methods below. Its weights and its state (a draft's KV cache,
-say) are pytrees that the engine hands in and takes back; the drafter itself holds sizes only. `docs/drafters.md`
-says how each published drafter sits in this.
+A drafter is one file: a frozen dataclass that extends `Drafter`. Its weights and its state (a draft's KV cache, say)
+are pytrees that the engine hands in and takes back; the drafter itself holds sizes only. `docs/drafters.md` says how
+each published drafter sits in this.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.history import History
+from jaxspec.errors import UserError
 from jaxspec.mesh import AxisNames
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Decoder, DecoderLayout
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.sampling import SamplingRows
 from jaxspec.speculate.trees import TreeSpec
+
+if TYPE_CHECKING:
+    from jaxspec.speculate.state import StepSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +39,11 @@ class DraftContext:
       emitted: the target's tokens after those nodes, so `emitted[count - 1]` is `root`, and row j of the path stands
         at position `length - count + j`.
       hidden: the target's states at the nodes of that tree after the final norm.
+      features: what the drafter's `observe` gathered of those nodes; None where it gathers nothing.
       history, page_table: tokens at all positions up to `length`; pages of each slot, also for the draft's own KV.
-      lane, lane_hidden: the prompt chunk that leaves with the group, and the states of its rows; None where there is
-        none. Its rows extend the draft's KV too.
+      is_greedy: static; no slot samples.
+      lane, lane_hidden, lane_features: the prompt chunk that leaves with the group, and the states and features of its
+        rows; None where there is none. Its rows extend the draft's KV too.
       target: for its embedding and head; call it with `tail_axes`.
     """
 
@@ -44,11 +53,14 @@ class DraftContext:
     count: Int[Array, "B"]
     emitted: Int[Array, "B A"]
     hidden: Float[Array, "B T E"]
+    features: Float[Array, "B T F"] | None
     history: History
     page_table: Int[Array, "B M"]
     sampling: SamplingRows
+    is_greedy: bool
     lane: LaneRows | None
     lane_hidden: Float[Array, "C E"] | None
+    lane_features: Float[Array, "C F"] | None
     target: Decoder
     tail_axes: AxisNames
 
@@ -61,13 +73,68 @@ class DraftTree:
     parents: Int[Array, "B T"]
 
 
-class Drafter(Protocol):
-    """Proposes trees. Runs inside the tail, on every device, with the tail's collectives."""
+class Drafter:
+    """Proposes trees. Its `draft` runs inside the tail, on every device, with the tail's collectives.
 
-    @property
-    def default_tree(self) -> str: ...
+    The defaults are those of a drafter that has no weights, keeps no state and reads no taps.
+    """
+
+    default_tree: str
 
     def check_tree(self, tree: TreeSpec) -> None:
         """Raises `UserError` for a tree that this drafter can't fill."""
+        raise NotImplementedError
 
-    def draft(self, weights: Any, state: Any, context: DraftContext, tree: TreeSpec) -> tuple[DraftTree, Any]: ...
+    def draft(self, weights: Any, state: Any, context: DraftContext, tree: TreeSpec) -> tuple[DraftTree, Any]:
+        """The next trees, and the state after them."""
+        raise NotImplementedError
+
+    # Weights
+
+    def fit(self, target: ModelConfig, taps: Sequence[int] | None = None) -> "Drafter":
+        """This drafter for a target; `taps` replace those that it would read.
+
+        Raises:
+          UserError: it was not made for such a target.
+        """
+        if taps is not None:
+            raise UserError(f"taps {list(taps)} are for a draft that reads the target's layers, which this one doesn't")
+        return self
+
+    def abstract_weights(self, layout: DecoderLayout) -> Any:
+        """Its weights as shapes with partition specs (an `nnx.State`); nothing is allocated."""
+        return ()
+
+    def restore(self, layout: DecoderLayout, mesh: Mesh) -> Any:
+        """Its weights on the devices."""
+        return ()
+
+    # State
+
+    def init_state(self, spec: "StepSpec") -> Any:
+        """What it keeps between rounds, empty: global arrays."""
+        return ()
+
+    def state_specs(self, layout: DecoderLayout) -> Any:
+        """How that is split; a prefix of its tree."""
+        return ()
+
+    # Taps
+
+    def feature_width(self, layout: DecoderLayout) -> int:
+        """F, what a row gathers on its way, over all devices of `feature_axes` together; 0 where it reads no taps."""
+        return 0
+
+    @property
+    def feature_axes(self) -> AxisNames:
+        """Axes over which the features of a row are split."""
+        return ()
+
+    def observe(
+        self, weights: Any, layout: DecoderLayout, features: Float[Array, "N F"], layer: int, x: Float[Array, "N E"]
+    ) -> Float[Array, "N F"]:
+        """The features after layer slot `layer` of a stage (-1: before the first), whose output is `x`.
+
+        Every stage runs the same code: what only one of them is to do is masked. Features are zero where rows enter.
+        """
+        raise NotImplementedError

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.cache import history
-from jaxspec.drafts.interface import DraftContext, DraftTree
+from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
 from jaxspec.errors import UserError
 from jaxspec.speculate.trees import TreeSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """Attributes:
     longest_match: tokens that are compared at most; a longer match counts as this long.
     """
@@ -28,6 +28,11 @@ class NGram:
     def check_tree(self, tree: TreeSpec) -> None:
         if tree.num_nodes == 1:
             raise UserError("tree 'none' leaves --draft ngram nothing to draft: choose chain:D or static:…")
+        if tree.beam is not None:
+            raise UserError(
+                f"tree {tree.name!r} needs a draft that scores its tokens, which ngram doesn't: "
+                "choose chain:D or static:…, or a trained draft"
+            )
 
     def draft(self, weights: Any, state: Any, context: DraftContext, tree: TreeSpec) -> tuple[DraftTree, Any]:
         tokens = history.read(context.history, context.page_table)

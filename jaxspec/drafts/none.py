@@ -5,13 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafts.interface import DraftContext, DraftTree
+from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
 from jaxspec.errors import UserError
 from jaxspec.speculate.trees import TreeSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDraft:
+class NoDraft(Drafter):
     default_tree = "none"
 
     def check_tree(self, tree: TreeSpec) -> None:

@@ -1,5 +1,8 @@
-"""Which drafter a name means."""
+"""Which drafter a name or a path means."""
 
+from pathlib import Path
+
+from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.ngram import NGram
 from jaxspec.drafts.none import NoDraft
@@ -8,7 +11,17 @@ from jaxspec.errors import UserError
 DRAFTERS: dict[str, Drafter] = {"none": NoDraft(), "ngram": NGram()}
 
 
-def find_drafter(name: str) -> Drafter:
-    if name not in DRAFTERS:
-        raise UserError(f"draft {name!r} is unknown: choose one of {', '.join(DRAFTERS)}")
-    return DRAFTERS[name]
+def find_drafter(name_or_path: str) -> Drafter:
+    """A drafter without weights by its name, or a trained one by the directory that holds it.
+
+    Raises:
+      UserError: it is neither.
+    """
+    if name_or_path in DRAFTERS:
+        return DRAFTERS[name_or_path]
+    if Path(name_or_path).is_dir():
+        return Eagle3.open(name_or_path)
+    raise UserError(
+        f"draft {name_or_path!r} is unknown: choose one of {', '.join(DRAFTERS)}, or give the directory of an "
+        "EAGLE-3 head, as it was published or as `jaxspec convert SRC DST` made it"
+    )

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.drafts.interface import Drafter
 from jaxspec.engine.scheduler import Plan, Scheduler
 from jaxspec.engine.sequence import Sequence, Update
 from jaxspec.speculate.program import Step, Variant, build_step, initial_state
@@ -24,11 +23,11 @@ _AHEAD = 1
 
 
 class Engine:
-    """A target and a drafter on a mesh, serving sequences.
+    """A target and a drafter (`spec.drafter`) on a mesh, serving sequences.
 
     Args:
       graph, weights: the target, as `restore_decoder` returns it.
-      draft_weights: the drafter's, a pytree; `()` for none.
+      draft_weights: the drafter's, as its `restore` returns them; `()` for none.
       on_compile: called with (variant, None) when a program is about to be compiled, (variant, seconds) after.
     """
 
@@ -38,11 +37,10 @@ class Engine:
         mesh: Mesh,
         graph: Any,
         weights: Any,
-        drafter: Drafter,
         draft_weights: Any = (),
         on_compile: Callable[[Variant, float | None], None] | None = None,
     ):
-        self.spec, self.mesh, self.drafter = spec, mesh, drafter
+        self.spec, self.mesh = spec, mesh
         self.scheduler = Scheduler(spec)
         self.graph, self.weights, self._draft_weights = graph, weights, draft_weights
         self._on_compile = on_compile or (lambda variant, seconds: None)
@@ -145,9 +143,8 @@ class Engine:
         if variant not in self.programs:
             self._on_compile(variant, None)
             started = time.perf_counter()
-            step = build_step(
-                self.spec, variant, self.mesh, self.graph, nnx.get_partition_spec(self.weights), self.drafter
-            )
+            specs = [nnx.get_partition_spec(weights) for weights in (self.weights, self._draft_weights)]
+            step = build_step(self.spec, variant, self.mesh, self.graph, *specs)
             commands = variant.blank_commands(self.spec).pack()
             self.programs[variant] = step.lower(
                 self.weights,

@@ -29,6 +29,45 @@ type Attend[Cache] = Callable[
 ]
 
 
+# (observed, layer, x) -> observed. Called with the residual stream that enters the first layer of a stage (layer -1)
+# and with that after every layer slot; what it gathers is handed back by `Decoder.stage`.
+type Observe[Observed] = Callable[[Observed, int, Float[Array, "N E"]], Observed]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """How one layer lies on a mesh. A target's layers are split by stages; a draft's lie in the tail.
+
+    Attributes:
+      input_size: width of what the attention projections read.
+      stage_axis: the axis over which the stages' layers are split, or None for a layer that every stage has.
+      kv_axes: KV heads are split over them, and the query heads that they serve.
+      out_axes: the attention output is split over them: `kv_axes`, and those that share out the queries of a KV head.
+      ffn_axes: the feed-forward is split over them.
+    """
+
+    config: ModelConfig
+    mesh: MeshShape
+    dtype: jnp.dtype
+    input_size: int
+    stage_axis: str | None
+    kv_axes: AxisNames
+    out_axes: AxisNames
+    ffn_axes: AxisNames
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.stage_axis is None else self.mesh.axis_size((self.stage_axis,))
+
+    @property
+    def heads(self) -> HeadLayout:
+        return head_layout(self.config, self.mesh.axis_size(self.kv_axes), self.mesh.axis_size(self.out_axes))
+
+    @property
+    def padded_ffn(self) -> int:
+        return round_up(self.config.intermediate_size, self.mesh.axis_size(self.ffn_axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderLayout:
     """How a model of `config` lies on a mesh: which layers a stage runs, padded heads, the tail's split."""
@@ -39,8 +78,22 @@ class DecoderLayout:
     dtype: jnp.dtype
 
     @property
+    def layer(self) -> LayerLayout:
+        """One layer slot of every stage. The dcp ranks of a group hold the same KV heads, of other positions."""
+        return LayerLayout(
+            config=self.config,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            input_size=self.config.hidden_size,
+            stage_axis=PP,
+            kv_axes=(TP,),
+            out_axes=MODEL_AXES,
+            ffn_axes=MODEL_AXES,
+        )
+
+    @property
     def heads(self) -> HeadLayout:
-        return head_layout(self.config, self.mesh)
+        return self.layer.heads
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:
@@ -58,14 +111,8 @@ class DecoderLayout:
         return sum(self.stage_sizes[:stage]) + slot if slot < self.stage_sizes[stage] else None
 
     @property
-    def padded_ffn(self) -> int:
-        split = self.mesh.axis_size(MODEL_AXES)
-        return -(-self.config.intermediate_size // split) * split
-
-    @property
     def padded_vocab(self) -> int:
-        split = self.mesh.axis_size(self.tail_axes)
-        return -(-self.config.vocab_size // split) * split
+        return round_up(self.config.vocab_size, self._tail_size)
 
     @property
     def shares_head(self) -> bool:
@@ -75,6 +122,11 @@ class DecoderLayout:
     @property
     def _tail_size(self) -> int:
         return self.mesh.axis_size(self.tail_axes)
+
+
+def ignore[Observed](observed: Observed, layer: int, x: Float[Array, "N E"]) -> Observed:
+    """Observes nothing."""
+    return observed
 
 
 def parameter(shape: tuple[int, ...], spec: P, dtype: jnp.dtype) -> nnx.Param:
@@ -89,71 +141,81 @@ def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) ->
 
 
 class DecoderLayer(nnx.Module):
-    """One layer slot of every stage: pre-norm attention and a SwiGLU feed-forward, each added to the residual."""
+    """One layer slot: pre-norm attention and a SwiGLU feed-forward, each added to the residual."""
 
-    def __init__(self, layout: DecoderLayout):
-        config, heads, mesh, dtype = layout.config, layout.heads, layout.mesh, layout.dtype
-        pp, e, d = mesh.pp, config.hidden_size, config.head_dim
+    def __init__(self, layout: LayerLayout):
+        config, heads, dtype = layout.config, layout.heads, layout.dtype
+        stages, stage, e, d = layout.stages, layout.stage_axis, config.hidden_size, config.head_dim
         qkv = (heads.query_heads + 2 * heads.kv_heads) * d
         self.layout = layout
-        self.norms = parameter((pp, 2, e), P(PP), dtype)
-        # Columns of one tp rank lie together: its query heads, its key heads, its value heads. The dcp ranks of a
-        # group repeat this product, which is cheaper than exchanging queries.
-        self.qkv = parameter((pp, e, qkv), P(PP, None, TP), dtype)
-        self.out = parameter((pp, heads.query_heads * d, e), P(PP, MODEL_AXES), dtype)
+        self.norms = parameter((stages, 2, e), P(stage), dtype)
+        # Columns of one rank of `kv_axes` lie together: its query heads, its key heads, its value heads. The dcp ranks
+        # of a group repeat this product, which is cheaper than exchanging queries.
+        self.qkv = parameter((stages, layout.input_size, qkv), P(stage, None, layout.kv_axes), dtype)
+        self.out = parameter((stages, heads.query_heads * d, e), P(stage, layout.out_axes), dtype)
         # Columns of one rank lie together: its gate, its up.
-        self.gate_up = parameter((pp, e, 2 * layout.padded_ffn), P(PP, None, MODEL_AXES), dtype)
-        self.down = parameter((pp, layout.padded_ffn, e), P(PP, MODEL_AXES), dtype)
+        self.gate_up = parameter((stages, e, 2 * layout.padded_ffn), P(stage, None, layout.ffn_axes), dtype)
+        self.down = parameter((stages, layout.padded_ffn, e), P(stage, layout.ffn_axes), dtype)
         if config.qkv_bias:
-            self.qkv_bias = parameter((pp, qkv), P(PP, TP), dtype)
+            self.qkv_bias = parameter((stages, qkv), P(stage, layout.kv_axes), dtype)
         if config.mlp_bias:
-            self.gate_up_bias = parameter((pp, 2 * layout.padded_ffn), P(PP, MODEL_AXES), dtype)
+            self.gate_up_bias = parameter((stages, 2 * layout.padded_ffn), P(stage, layout.ffn_axes), dtype)
         if config.output_bias or config.mlp_bias:
-            self.row_biases = parameter((pp, 2, e), P(PP), dtype)
+            self.row_biases = parameter((stages, 2, e), P(stage), dtype)
         if config.qk_norm:
-            self.qk_norms = parameter((pp, 2, d), P(PP), dtype)
+            self.qk_norms = parameter((stages, 2, d), P(stage), dtype)
 
     def __call__[Cache](
         self, x: Float[Array, "N E"], positions: Int[Array, "N"], slot: int, attend: Attend[Cache], cache: Cache
     ) -> tuple[Float[Array, "N E"], Cache]:
-        config, heads, mesh = self.layout.config, self.layout.heads, self.layout.mesh
-        d, local_kv = config.head_dim, heads.kv_heads // mesh.tp
-        local_q = local_kv * heads.queries_per_kv
+        attended, cache = attend(cache, slot, *self.heads_of(self.input_norm(x), positions))
+        return self.finish(x, attended), cache
 
-        fused = rms_norm(x, self.norms[0, 0], config.norm_eps) @ self.qkv[0]
+    def input_norm(self, x: Float[Array, "N E"]) -> Float[Array, "N E"]:
+        return rms_norm(x, self.norms[0, 0], self.layout.config.norm_eps)
+
+    def heads_of(
+        self, x: Float[Array, "N input"], positions: Int[Array, "N"]
+    ) -> tuple[Float[Array, "N H D"], Float[Array, "N K D"], Float[Array, "N K D"]]:
+        """Queries, keys and values of this device, from what the projections read."""
+        config, heads = self.layout.config, self.layout.heads
+        local_kv = heads.kv_heads // self.layout.mesh.axis_size(self.layout.kv_axes)
+        local_q = local_kv * heads.queries_per_kv
+        fused = x @ self.qkv[0]
         if config.qkv_bias:
             fused = fused + self.qkv_bias[0]
-        q, k, v = jnp.split(fused.reshape(len(x), -1, d), [local_q, local_q + local_kv], axis=1)
+        q, k, v = jnp.split(fused.reshape(len(x), -1, config.head_dim), [local_q, local_q + local_kv], axis=1)
         if config.qk_norm:
             q, k = (rms_norm(h, self.qk_norms[0, i], config.norm_eps) for i, h in enumerate((q, k)))
         frequency = rope.frequencies(config)
-        attended, cache = attend(
-            cache, slot, rope.rotate(q, positions, frequency), rope.rotate(k, positions, frequency), v
-        )
-        x = x + all_reduce(attended @ self.out[0], MODEL_AXES)
+        return rope.rotate(q, positions, frequency), rope.rotate(k, positions, frequency), v
+
+    def finish(self, residual: Float[Array, "N E"], attended: Float[Array, "N own_H*D"]) -> Float[Array, "N E"]:
+        """The output projection and the feed-forward."""
+        config, layout = self.layout.config, self.layout
+        x = residual + all_reduce(attended @ self.out[0], layout.out_axes)
         if config.output_bias:
             x = x + self.row_biases[0, 0]
-
         gate_up = rms_norm(x, self.norms[0, 1], config.norm_eps) @ self.gate_up[0]
         if config.mlp_bias:
             gate_up = gate_up + self.gate_up_bias[0]
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        x = x + all_reduce((jax.nn.silu(gate) * up) @ self.down[0], MODEL_AXES)
+        x = x + all_reduce((jax.nn.silu(gate) * up) @ self.down[0], layout.ffn_axes)
         if config.mlp_bias:
             x = x + self.row_biases[0, 1]
-        return x, cache
+        return x
 
     @staticmethod
-    def pack(layout: DecoderLayout, canonical: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def pack(layout: LayerLayout, canonical: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This layer's arrays, without the stage axis, from its canonical tensors (names after `model.layers.N.`)."""
         config, heads, mesh = layout.config, layout.heads, layout.mesh
-        d, tp, split = config.head_dim, mesh.tp, mesh.axis_size(MODEL_AXES)
+        d, kv_ranks, ffn_ranks = config.head_dim, mesh.axis_size(layout.kv_axes), mesh.axis_size(layout.ffn_axes)
 
         def columns(name: str, sources: tuple[int, ...], kind: str) -> np.ndarray:
-            """[..., tp, columns of a tp rank]"""
+            """[..., ranks of `kv_axes`, columns of a rank]"""
             tensor = canonical[f"self_attn.{name}_proj.{kind}"]
             picked = take_heads(tensor.reshape(-1, d, *tensor.shape[1:]), sources)
-            return np.moveaxis(picked.reshape(tp, -1, *tensor.shape[1:]), (0, 1), (-2, -1))
+            return np.moveaxis(picked.reshape(kv_ranks, -1, *tensor.shape[1:]), (0, 1), (-2, -1))
 
         def fused_qkv(kind: str) -> np.ndarray:
             parts = [
@@ -168,7 +230,7 @@ class DecoderLayer(nnx.Module):
             parts = []
             for name in ("gate", "up"):
                 tensor = np.moveaxis(canonical[f"mlp.{name}_proj.{kind}"], 0, -1)
-                parts.append(_pad_axis(tensor, -1, layout.padded_ffn).reshape(*tensor.shape[:-1], split, -1))
+                parts.append(pad_axis(tensor, -1, layout.padded_ffn).reshape(*tensor.shape[:-1], ffn_ranks, -1))
             joined = np.concatenate(parts, axis=-1)
             return joined.reshape(*joined.shape[:-2], -1)
 
@@ -178,7 +240,7 @@ class DecoderLayer(nnx.Module):
             "qkv": fused_qkv("weight"),
             "out": take_heads(output.reshape(-1, d, output.shape[1]), heads.query_sources).reshape(-1, output.shape[1]),
             "gate_up": ffn_columns("weight"),
-            "down": _pad_axis(canonical["mlp.down_proj.weight"].T, 0, layout.padded_ffn),
+            "down": pad_axis(canonical["mlp.down_proj.weight"].T, 0, layout.padded_ffn),
         }
         if config.qkv_bias:
             packed["qkv_bias"] = fused_qkv("bias")
@@ -202,7 +264,7 @@ class Decoder(nnx.Module):
         self.layout = layout
         # Replicated: reading one row is cheaper than any exchange.
         self.embedding = parameter((config.vocab_size, config.hidden_size), P(), dtype)
-        self.layers = nnx.List([DecoderLayer(layout) for _ in range(layout.layer_slots)])
+        self.layers = nnx.List([DecoderLayer(layout.layer) for _ in range(layout.layer_slots)])
         self.final_norm = parameter((config.hidden_size,), P(), dtype)
         if not layout.shares_head:
             self.head = parameter((layout.padded_vocab, config.hidden_size), P(layout.tail_axes), dtype)
@@ -211,16 +273,24 @@ class Decoder(nnx.Module):
         """Rows of the embedding; -1 (an empty tree node) reads row 0."""
         return self.embedding[...][jnp.maximum(tokens, 0)]
 
-    def stage[Cache](
-        self, x: Float[Array, "N E"], positions: Int[Array, "N"], attend: Attend[Cache], cache: Cache
-    ) -> tuple[Float[Array, "N E"], Cache]:
+    def stage[Cache, Observed](
+        self,
+        x: Float[Array, "N E"],
+        positions: Int[Array, "N"],
+        attend: Attend[Cache],
+        cache: Cache,
+        observe: Observe[Observed],
+        observed: Observed,
+    ) -> tuple[Float[Array, "N E"], Cache, Observed]:
         """This stage's layers over N rows."""
         sizes = self.layout.stage_sizes
+        observed = observe(observed, -1, x)
         for slot, layer in enumerate(self.layers):
             y, cache = layer(x, positions, slot, attend, cache)
             may_be_padding = slot >= min(sizes)
             x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x) if may_be_padding else y
-        return x, cache
+            observed = observe(observed, slot, x)
+        return x, cache, observed
 
     def final_hidden(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return rms_norm(x, self.final_norm[...], self.layout.config.norm_eps)
@@ -238,10 +308,15 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def pack_end(layout: DecoderLayout, name: str, canonical: np.ndarray) -> np.ndarray:
-        return _pad_axis(canonical, 0, layout.padded_vocab) if name == "head" else canonical
+        return pad_axis(canonical, 0, layout.padded_vocab) if name == "head" else canonical
 
 
-def _pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """Zeros at the end of an axis."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim

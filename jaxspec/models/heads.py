@@ -8,7 +8,6 @@ import dataclasses
 
 import numpy as np
 
-from jaxspec.mesh import MeshShape
 from jaxspec.models.config import ModelConfig
 
 PADDED = -1
@@ -18,8 +17,8 @@ PADDED = -1
 class HeadLayout:
     """Where each canonical head goes.
 
-    The padded model has `kv_heads` KV heads (a multiple of tp), each serving `queries_per_kv` query heads; their
-    product is a multiple of tp * dcp. Where tp exceeds the model's KV heads, each is repeated `repeats` times and its
+    The padded model has `kv_heads` KV heads, each serving `queries_per_kv` query heads; both numbers of heads divide
+    over the devices that hold them. Where there are more devices than the model has KV heads, each is repeated and its
     query heads are dealt out among the copies.
 
     Attributes:
@@ -37,19 +36,20 @@ class HeadLayout:
         return self.kv_heads * self.queries_per_kv
 
 
-def head_layout(config: ModelConfig, mesh: MeshShape) -> HeadLayout:
-    """The least padding with which the heads divide over the mesh.
+def head_layout(config: ModelConfig, kv_ranks: int, query_ranks: int) -> HeadLayout:
+    """The least padding with which KV heads divide over `kv_ranks` devices, and query heads over `query_ranks`.
 
-    9 query and 3 KV heads become 12/3 on tp 1, dcp 2; 16/4 on tp 2, dcp 4; 16/8 (each of 4 KV heads twice) on tp 8.
+    9 query and 3 KV heads become 12/3 on tp 1, dcp 2 (1 and 2 ranks); 16/4 on tp 2, dcp 4 (2 and 8); 16/8 (each of 4 KV
+    heads twice) on tp 8.
     """
     canonical, group = config.num_kv_heads, config.queries_per_kv_head
-    if mesh.tp <= canonical:
-        distinct, repeats = -(-canonical // mesh.tp) * mesh.tp, 1
+    if kv_ranks <= canonical:
+        distinct, repeats = -(-canonical // kv_ranks) * kv_ranks, 1
     else:
-        distinct = next(n for n in range(canonical, mesh.tp + 1) if mesh.tp % n == 0)
-        repeats = mesh.tp // distinct
+        distinct = next(n for n in range(canonical, kv_ranks + 1) if kv_ranks % n == 0)
+        repeats = kv_ranks // distinct
     queries = -(-group // repeats)
-    while (distinct * repeats * queries) % (mesh.tp * mesh.dcp):
+    while (distinct * repeats * queries) % query_ranks:
         queries += 1
 
     def query_source(kv: int, copy: int, member: int) -> int:

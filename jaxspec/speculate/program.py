@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from jaxspec.drafts.interface import Drafter
 from jaxspec.speculate.commands import NO_GROUP, Commands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState
@@ -58,11 +57,14 @@ class Variant:
 type Step = Callable[[Any, Any, StepState, Array], tuple[StepState, Int[Array, "entries B columns"]]]
 
 
-def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, drafter: Drafter) -> Any:
+def build_step(
+    spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, draft_weight_specs: Any
+) -> Any:
     """The program of a variant: (target weights, draft weights, state, packed commands) -> (state, results).
 
     Args:
-      graph: the target's `nnx.GraphDef`; `weight_specs` are the partition specs of its state.
+      graph: the target's `nnx.GraphDef`.
+      weight_specs, draft_weight_specs: how the weights of target and drafter are split.
 
     Returns:
       A jitted function that donates the state. Results are in order of leaving, columns as in `tail.py`.
@@ -81,7 +83,6 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
             return finish(
                 spec,
                 target,
-                drafter,
                 draft_weights,
                 state,
                 leaving,
@@ -97,33 +98,32 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
                 has_commands=tick < spec.pp,
                 lane=chunk_at(tick),
             )
-            state, leaving = advance(spec, target, state, tick, entry)
+            state, leaving = advance(spec, target, draft_weights, state, tick, entry)
             return tail(state, leaving, tick)
 
         def one_group_round(state: StepState, round_: Array) -> tuple[StepState, Array]:
-            def relay(tick: Array, carry: tuple[StepState, Any]) -> tuple[StepState, Any]:
+            def relay(tick: Array, carry: tuple[StepState, Leaving]) -> tuple[StepState, Leaving]:
                 entry = Entry(
                     group=jnp.where(tick == 0, commands.entering, NO_GROUP),
                     commands=commands.slots,
                     has_commands=round_ == 0,
                     lane=chunk_at(round_),
                 )
-                state, leaving = advance(spec, target, carry[0], tick, entry)
-                return state, (leaving.hidden, leaving.lane_hidden)
+                return advance(spec, target, draft_weights, carry[0], tick, entry)
 
-            before = (state.ring.hidden[0], state.ring.lane_hidden[0])
+            before = Leaving(*jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk)))
             state, leaving = lax.fori_loop(0, spec.pp, relay, (state, before))
-            return tail(state, Leaving(*leaving), jnp.int32(spec.pp - 1))
+            return tail(state, leaving, jnp.int32(spec.pp - 1))
 
         body = one_group_round if variant.is_solo else all_groups_tick
         with _matmul_precision(spec.layout.dtype):
             return lax.scan(body, state, jnp.arange(variant.entries(spec)))
 
-    state_specs = StepState.specs()
+    state_specs = StepState.specs(spec)
     sharded = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(weight_specs, P(), state_specs, P()),
+        in_specs=(weight_specs, draft_weight_specs, state_specs, P()),
         out_specs=(state_specs, P()),
         check_vma=False,  # values that differ by stage are masked by hand, which the check does not follow
     )
@@ -133,7 +133,7 @@ def build_step(spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_
 def initial_state(spec: StepSpec, batch: int, mesh: Mesh) -> StepState:
     """An empty state, born sharded."""
     shapes = jax.eval_shape(lambda: StepState.empty(spec, batch))
-    prefix = StepState.specs()
+    prefix = StepState.specs(spec)
     shardings = jax.tree.map(
         lambda spec_, part: jax.tree.map(lambda _: NamedSharding(mesh, spec_), part),
         prefix,

@@ -10,13 +10,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from jaxspec.mesh import AxisNames, all_max, all_reduce, gather, rank
 
 _DIGIT_BITS = 4  # of the threshold search: eight rounds of fifteen counts
+_TOP_K_PASS = 16  # the most that XLA's kernel for GPUs takes; for more, `lax.top_k` sorts the whole axis
 
 
 @jax.tree_util.register_dataclass
@@ -74,12 +76,39 @@ def perturbed_scores(
     axes: AxisNames,
 ) -> Float[Array, "B T local_V"]:
     """log p + Gumbel noise up to a constant a row, -inf where the filters drop a token; plain logits if greedy."""
-    is_sampled = rows.temperature[..., None] > 0
     top = all_max(jnp.max(logits, axis=-1, keepdims=True), axes)
-    scaled = (logits - top) / jnp.where(is_sampled, rows.temperature[..., None], 1.0)
-    kept = scaled >= filter_threshold(scaled, rows, axes)
-    noisy = scaled + gumbel_noise(rows.seed, positions, ids)
-    return jnp.where(is_sampled, jnp.where(kept, noisy, -jnp.inf), scaled)
+    scaled = _at_temperature(logits - top, rows)
+    kept = (scaled >= filter_threshold(scaled, rows, axes)) | (rows.temperature[..., None] == 0)
+    return jnp.where(kept, _with_noise(scaled, ids, positions, rows), -jnp.inf)
+
+
+def draft_scores(
+    logits: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], positions: Int[Array, "*R"], rows: SamplingRows
+) -> Float[Array, "*R local_V"]:
+    """What `perturbed_scores` gives without filters, up to a constant a row, and without its collectives.
+
+    A draft that ranks its tokens by these scores is coupled to the target: where both have the same logits and no
+    filter drops the token, the best one is the token that the target takes.
+
+    Args:
+      logits: of a draft; -inf for padding.
+      ids: the target's id of each, of which the noise is a function.
+      positions: absolute position of the token to be chosen.
+      rows: parameters of each row.
+    """
+    return _with_noise(_at_temperature(logits, rows), ids, positions, rows)
+
+
+def _at_temperature(logits: Float[Array, "*R local_V"], rows: SamplingRows) -> Float[Array, "*R local_V"]:
+    """Greedy rows stay as they are."""
+    return logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
+
+
+def _with_noise(
+    scaled: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], positions: Int[Array, "*R"], rows: SamplingRows
+) -> Float[Array, "*R local_V"]:
+    """Greedy rows stay as they are."""
+    return jnp.where(rows.temperature[..., None] > 0, scaled + gumbel_noise(rows.seed, positions, ids), scaled)
 
 
 def filter_threshold(scaled: Float[Array, "B T local_V"], rows: SamplingRows, axes: AxisNames) -> Float[Array, "B T 1"]:
@@ -133,10 +162,55 @@ def gumbel_noise(
 
 def split_argmax(scores: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], axes: AxisNames) -> Int[Array, "*R"]:
     """Global id of the largest score; of equal ones the lowest id."""
-    best = jnp.argmax(scores, axis=-1)
-    values = gather(jnp.max(scores, axis=-1), axes)
-    owner = jnp.argmax(values, axis=0)
-    return jnp.take_along_axis(gather(ids[best], axes), owner[None], axis=0)[0]
+    best = jnp.argmax(scores, axis=-1, keepdims=True)
+    values, winners = _gather_together((jnp.max(scores, axis=-1, keepdims=True), ids[best]), axes)
+    owner = jnp.argmax(values, axis=-2, keepdims=True)
+    return jnp.take_along_axis(winners, owner, axis=-2)[..., 0, 0]
+
+
+def split_top_k(
+    scores: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], k: int, axes: AxisNames
+) -> tuple[Int[Array, "*R k"], Float[Array, "*R k"]]:
+    """The k best ids of the whole vocabulary and their log-probabilities under softmax(scores), with one collective.
+
+    Args:
+      scores: this device's part; -inf for padding and for tokens that may not be chosen.
+      ids: ascending along the split.
+      k: may be larger than a device's part.
+
+    Returns:
+      Ids, best first and of equal scores the lowest first; -1 where no more scores are finite. Log-probabilities,
+      never above 0 whatever the rounding; -inf where the id is -1.
+    """
+    mass = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, max(0, k - scores.shape[-1]))]
+    local_values, best = _local_top_k(jnp.pad(scores, padding, constant_values=-jnp.inf), k)
+    values, winners, masses = _gather_together((local_values, ids[best], mass), axes)
+    values, place = lax.top_k(values.reshape(*scores.shape[:-1], -1), k)
+    winners = jnp.take_along_axis(winners.reshape(*scores.shape[:-1], -1), place, axis=-1)
+    log_probs = jnp.minimum(values - jax.nn.logsumexp(masses, axis=-2), 0.0)
+    is_token = log_probs > -jnp.inf  # false for NaN too: what it came from ranks nothing
+    return jnp.where(is_token, winners, -1), jnp.where(is_token, log_probs, -jnp.inf)
+
+
+def _local_top_k(scores: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
+    """What `lax.top_k` gives, in passes of `_TOP_K_PASS` at most; once all that is left is -inf, any places."""
+    values, places = [], []
+    for start in range(0, k, _TOP_K_PASS):
+        best, place = lax.top_k(scores, min(_TOP_K_PASS, k - start))
+        values.append(best)
+        places.append(place)
+        scores = jnp.put_along_axis(scores, place, -jnp.inf, axis=-1, inplace=False)
+    return jnp.concatenate(values, axis=-1), jnp.concatenate(places, axis=-1)
+
+
+def _gather_together(parts: tuple[Shaped[Array, "*R _"], ...], axes: AxisNames) -> list[Shaped[Array, "*R ranks _"]]:
+    """Gathers arrays of 32-bit numbers with one collective; a small one costs a GPU as much as reading megabytes."""
+    packed = jnp.concatenate([lax.bitcast_convert_type(part, jnp.int32) for part in parts], axis=-1)
+    gathered = jnp.moveaxis(gather(packed, axes), 0, -2)
+    ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
+    pieces = jnp.split(gathered, ends, axis=-1)
+    return [lax.bitcast_convert_type(piece, part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _ordered_bits(x: Float[Array, "*S"]) -> UInt32[Array, "*S"]:

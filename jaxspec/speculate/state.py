@@ -1,6 +1,7 @@
 """What a step reads and replaces, and the sizes it is built for."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jaxspec.cache.history import History
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.cache.slots import SlotTable
-from jaxspec.mesh import PP, split
+from jaxspec.drafts.interface import Drafter
+from jaxspec.mesh import PP, broadcast_from_last_stage, split, to_next_stage
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.commands import NO_GROUP
 from jaxspec.speculate.lane import LaneRows
@@ -24,6 +26,7 @@ class StepSpec:
 
     Attributes:
       layout: the target on the mesh.
+      drafter: what proposes its trees.
       slots_per_group: B at most; group g owns slots `[g*B, (g+1)*B)`. There are pp groups.
       chunk: C, prompt tokens a lane chunk may have.
       rounds: rounds of a dispatch.
@@ -31,6 +34,7 @@ class StepSpec:
     """
 
     layout: DecoderLayout
+    drafter: Drafter
     tree: TreeSpec
     geometry: PageGeometry
     num_pages: int
@@ -56,28 +60,68 @@ class StepSpec:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Streams:
+    """What rows carry from stage to stage: the residual stream, and the features that the drafter has gathered.
+
+    Features are None for a drafter that gathers none: XLA:CPU has crashed on arrays of width 0.
+    """
+
+    hidden: Float[Array, "*R E"]
+    features: Float[Array, "*R F"] | None
+
+    @staticmethod
+    def empty(spec: StepSpec, *rows: int) -> "Streams":
+        """Global arrays."""
+        layout, width = spec.layout, spec.drafter.feature_width(spec.layout)
+        return Streams(
+            hidden=jnp.zeros((*rows, layout.config.hidden_size), layout.dtype),
+            features=jnp.zeros((*rows, width), layout.dtype) if width else None,
+        )
+
+    @staticmethod
+    def specs(spec: StepSpec, rows: int) -> "Streams":
+        """How they are split where the first of so many row axes is the stage."""
+        has_features = spec.drafter.feature_width(spec.layout) > 0
+        features = split(PP, *(None,) * (rows - 1), spec.drafter.feature_axes) if has_features else None
+        return Streams(hidden=split(PP), features=features)
+
+    def to_next_stage(self, stages: int) -> "Streams":
+        return self._across(lambda rows: to_next_stage(rows, stages))
+
+    def from_last_stage(self, stages: int) -> "Streams":
+        return self._across(lambda rows: broadcast_from_last_stage(rows, stages))
+
+    def _across(self, collective: Callable[[Array], Array]) -> "Streams":
+        """Both as one array: a collective costs the same whether it is small or very small."""
+        if self.features is None:
+            return Streams(collective(self.hidden), None)
+        joined = collective(jnp.concatenate([self.hidden, self.features], axis=-1))
+        return Streams(*jnp.split(joined, [self.hidden.shape[-1]], axis=-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Ring:
-    """What is on its way through the stages. Only hidden states travel; the rest is the same on every device.
+    """What is on its way through the stages. Only streams travel; the rest is the same on every device.
 
     Place p on the ring holds what entered at the last tick t with t % pp == p, which stage s works on at tick t + s.
 
     Attributes:
-      hidden, lane_hidden: rows that each stage will work on in the next tick.
+      trees, chunk: rows that each stage will work on in the next tick: tree nodes, and a prompt chunk's.
       group: the group at each place, or -1.
       lanes: the chunk at each place.
     """
 
-    hidden: Float[Array, "pp B T E"]
-    lane_hidden: Float[Array, "pp C E"]
+    trees: Streams
+    chunk: Streams
     group: Int[Array, "pp"]
     lanes: LaneRows
 
     @staticmethod
     def empty(spec: StepSpec, batch: int) -> "Ring":
-        e, dtype = spec.layout.config.hidden_size, spec.layout.dtype
         return Ring(
-            hidden=jnp.zeros((spec.pp, batch, spec.tree.num_nodes, e), dtype),
-            lane_hidden=jnp.zeros((spec.pp, spec.chunk, e), dtype),
+            trees=Streams.empty(spec, spec.pp, batch, spec.tree.num_nodes),
+            chunk=Streams.empty(spec, spec.pp, spec.chunk),
             group=jnp.full(spec.pp, NO_GROUP),
             lanes=LaneRows.empty(spec.pp, spec.chunk, spec.pages_per_slot),
         )
@@ -110,16 +154,18 @@ class StepState:
             history=jnp.zeros((spec.num_pages, spec.geometry.page_size), jnp.int32),
             slots=SlotTable.empty(spec.num_slots, spec.pages_per_slot, spec.stop_ids, spec.tree),
             ring=Ring.empty(spec, batch),
-            draft=(),
+            draft=spec.drafter.init_state(spec),
         )
 
     @staticmethod
-    def specs() -> "StepState":
+    def specs(spec: StepSpec) -> "StepState":
         """How the leaves are split over the mesh; a prefix of the tree."""
         return StepState(
             cache=TargetCache.specs(),
             history=split(),
             slots=split(),
-            ring=Ring(hidden=split(PP), lane_hidden=split(PP), group=split(), lanes=split()),
-            draft=split(),
+            ring=Ring(
+                trees=Streams.specs(spec, rows=3), chunk=Streams.specs(spec, rows=2), group=split(), lanes=split()
+            ),
+            draft=spec.drafter.state_specs(spec.layout),
         )

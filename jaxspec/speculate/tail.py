@@ -8,13 +8,14 @@ are split over all axes. The code is the same: only the axes differ.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.cache import history
 from jaxspec.cache.slots import SlotTable, select_rows
-from jaxspec.drafts.interface import DraftContext, Drafter
-from jaxspec.mesh import PP, broadcast_from_last_stage, publish
+from jaxspec.drafts.interface import DraftContext
+from jaxspec.mesh import PP, publish
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.sampling import target_tokens
@@ -51,7 +52,6 @@ class Verdict:
 def finish(
     spec: StepSpec,
     target: Decoder,
-    drafter: Drafter,
     draft_weights: Any,
     state: StepState,
     leaving: Leaving,
@@ -64,23 +64,27 @@ def finish(
     place = (tick + 1) % spec.pp
     group = state.ring.group[place]
     is_occupied = group >= 0
-    batch = state.ring.hidden.shape[1]
+    batch = state.ring.trees.hidden.shape[1]
     first_slot = jnp.maximum(group, 0) * spec.slots_per_group
     rows = state.slots.rows(first_slot, batch)
     tail_axes = spec.layout.tail_axes
-    hidden, lane_hidden, lane = leaving.hidden, leaving.lane_hidden, None
+    trees, chunk, lane = leaving.trees, leaving.chunk, None
     if PP in tail_axes:
-        hidden = broadcast_from_last_stage(hidden, spec.pp)
+        trees = trees.from_last_stage(spec.pp)
     is_activated = jnp.zeros(batch, bool)
     if has_lane:
         lane = state.ring.lanes.at(place)
         if PP in tail_axes:
-            lane_hidden = broadcast_from_last_stage(lane_hidden, spec.pp)
+            chunk = chunk.from_last_stage(spec.pp)
         is_activated = (first_slot + jnp.arange(batch) == lane.slot) & (lane.length > 0) & is_occupied
-        last_row = lane_hidden[jnp.maximum(lane.length - 1, 0)]
-        hidden = hidden.at[:, 0].set(jnp.where(is_activated[:, None], last_row, hidden[:, 0]))
+        last = jnp.maximum(lane.length - 1, 0)
+        trees = jax.tree.map(
+            lambda nodes, rows: nodes.at[:, 0].set(jnp.where(is_activated[:, None], rows[last], nodes[:, 0])),
+            trees,
+            chunk,
+        )
 
-    final = target.final_hidden(hidden)
+    final = target.final_hidden(trees.hidden)
     # A prompt's last token stands one position before `length`; its row takes the root's place.
     root_position = rows.length - is_activated
     targets = publish(
@@ -98,7 +102,7 @@ def finish(
 
     rows = settle(rows, verdict, is_activated)
     tokens = record(state.history, rows, verdict, lane)
-    tree, draft_state = drafter.draft(
+    tree, draft_state = spec.drafter.draft(
         draft_weights,
         state.draft,
         DraftContext(
@@ -108,11 +112,14 @@ def finish(
             count=verdict.kept,
             emitted=verdict.emitted,
             hidden=final,
+            features=trees.features,
             history=tokens,
             page_table=rows.page_table,
             sampling=rows.sampling,
+            is_greedy=is_greedy,
             lane=lane,
-            lane_hidden=target.final_hidden(lane_hidden) if has_lane else None,
+            lane_hidden=target.final_hidden(chunk.hidden) if has_lane else None,
+            lane_features=chunk.features if has_lane else None,
             target=target,
             tail_axes=tail_axes,
         ),

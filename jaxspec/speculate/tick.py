@@ -5,18 +5,21 @@ of an empty place, pages of another rank) is masked, never branched around.
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
-from jaxspec.mesh import PP, rank, to_next_stage
+from jaxspec.mesh import PP, rank
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculate.attention import VisitAttention
 from jaxspec.speculate.commands import SlotCommands
 from jaxspec.speculate.lane import LaneRows
-from jaxspec.speculate.state import StepSpec, StepState
+from jaxspec.speculate.state import StepSpec, StepState, Streams
 from jaxspec.speculate.trees import depths
 
 ROW_MULTIPLE = 8  # products of fewer rows are no faster, and one row is slower
@@ -38,19 +41,20 @@ class Entry:
     lane: LaneRows | None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """Hidden states that have passed this device's stage; those of the last stage are the target's output."""
+    """Rows that have passed this device's stage; those of the last stage are the target's output."""
 
-    hidden: Float[Array, "B T E"]
-    lane_hidden: Float[Array, "C E"]
+    trees: Streams
+    chunk: Streams
 
 
 def advance(
-    spec: StepSpec, target: Decoder, state: StepState, tick: Int[Array, ""], entry: Entry
+    spec: StepSpec, target: Decoder, draft_weights: Any, state: StepState, tick: Int[Array, ""], entry: Entry
 ) -> tuple[StepState, Leaving]:
     """Entry, commit, layers and relay of one tick."""
-    batch = state.ring.hidden.shape[1]
+    batch = state.ring.trees.hidden.shape[1]
     state = enter(spec, state, tick, entry)
     place = (tick - rank((PP,))) % spec.pp
     group = state.ring.group[place]
@@ -59,32 +63,36 @@ def advance(
     rows = state.slots.rows(first_slot, batch)
     cache = commit(spec, state, first_slot, rows, is_occupied)
 
-    is_first = rank((PP,)) == 0
-    hidden = jnp.where(is_first, target.embed(rows.tokens), state.ring.hidden[0])
+    arrived = jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk))
     positions = rows.length[:, None] + depths(rows.ancestors)
-    parts, part_positions = [hidden.reshape(-1, hidden.shape[-1])], [positions.reshape(-1)]
+    parts, part_positions = [_entering(target, rows.tokens, arrived[0])], [positions]
     lane = None
     if entry.lane is not None:
         lane = state.ring.lanes.at(place)
-        parts.append(jnp.where(is_first, target.embed(lane.tokens), state.ring.lane_hidden[0]))
+        parts.append(_entering(target, lane.tokens, arrived[1]))
         part_positions.append(lane.start + jnp.arange(spec.chunk))
     attend = VisitAttention(spec.geometry, first_slot, is_occupied, rows.length, rows.page_table, rows.ancestors, lane)
-    x, cache = target.stage(
-        _pad_rows(jnp.concatenate(parts)), _pad_rows(jnp.concatenate(part_positions)), attend, cache
-    )
+    batched = jax.tree.map(lambda *xs: _as_rows(*xs, axes=1), *parts)
 
-    nodes = positions.size
-    leaving = Leaving(x[:nodes].reshape(hidden.shape), state.ring.lane_hidden[0])
-    ring = dataclasses.replace(state.ring, hidden=to_next_stage(leaving.hidden, spec.pp)[None])
+    def observe(features: Array | None, layer: int, x: Array) -> Array | None:
+        return features if features is None else spec.drafter.observe(draft_weights, spec.layout, features, layer, x)
+
+    x, cache, features = target.stage(
+        batched.hidden, _as_rows(*part_positions, axes=0), attend, cache, observe, batched.features
+    )
+    passed, nodes = Streams(x, features), positions.size
+    trees = jax.tree.map(lambda new, old: new[:nodes].reshape(old.shape), passed, arrived[0])
+    chunk = arrived[1]
+    ring = dataclasses.replace(state.ring, trees=_add_axis(trees.to_next_stage(spec.pp)))
     if lane is not None:
-        leaving = dataclasses.replace(leaving, lane_hidden=x[nodes : nodes + spec.chunk])
-        ring = dataclasses.replace(ring, lane_hidden=to_next_stage(leaving.lane_hidden, spec.pp)[None])
-    return dataclasses.replace(state, cache=cache, ring=ring), leaving
+        chunk = jax.tree.map(lambda new: new[nodes : nodes + spec.chunk], passed)
+        ring = dataclasses.replace(ring, chunk=_add_axis(chunk.to_next_stage(spec.pp)))
+    return dataclasses.replace(state, cache=cache, ring=ring), Leaving(trees, chunk)
 
 
 def enter(spec: StepSpec, state: StepState, tick: Int[Array, ""], entry: Entry) -> StepState:
     """Puts a group and a chunk on the ring; host commands for the group's slots take effect here, and only here."""
-    place, batch = tick % spec.pp, state.ring.hidden.shape[1]
+    place, batch = tick % spec.pp, state.ring.trees.hidden.shape[1]
     first_slot = jnp.maximum(entry.group, 0) * spec.slots_per_group
     rows = state.slots.rows(first_slot, batch)
     commands = entry.commands.rows(first_slot, batch)
@@ -106,5 +114,20 @@ def commit(
     return state.cache.commit(first_slot, rows.path, positions, is_written, rows.page_table, spec.geometry)
 
 
-def _pad_rows(x: Array) -> Array:
-    return jnp.pad(x, ((0, -len(x) % ROW_MULTIPLE), *((0, 0),) * (x.ndim - 1)))
+def _entering(target: Decoder, tokens: Int[Array, "*R"], arrived: Streams) -> Streams:
+    """What this stage works on: embeddings on the first one, else what the stage before has sent."""
+    is_first = rank((PP,)) == 0
+    return Streams(
+        hidden=jnp.where(is_first, target.embed(tokens), arrived.hidden),
+        features=arrived.features if arrived.features is None else jnp.where(is_first, 0, arrived.features),
+    )
+
+
+def _as_rows(*parts: Array, axes: int) -> Array:
+    """One batch of rows (all but the last `axes` axes), padded for the matrix products."""
+    flat = jnp.concatenate([lax.collapse(part, 0, part.ndim - axes) for part in parts])
+    return jnp.pad(flat, ((0, -len(flat) % ROW_MULTIPLE), *((0, 0),) * axes))
+
+
+def _add_axis(streams: Streams) -> Streams:
+    return jax.tree.map(lambda x: x[None], streams)

@@ -33,16 +33,38 @@ TOPOLOGIES: dict[str, tuple[int, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Beam:
+    """How a dynamic tree grows (EAGLE-2, arXiv 2406.16858, section 4).
+
+    Attributes:
+      steps: levels of candidates below the root.
+      topk: children proposed of a node, and nodes of a level that get children.
+      nodes: the best candidates that are verified, with the root.
+    """
+
+    steps: int
+    topk: int
+    nodes: int
+
+    @property
+    def num_candidates(self) -> int:
+        return self.topk + (self.steps - 1) * self.topk**2
+
+
+@dataclasses.dataclass(frozen=True)
 class TreeSpec:
     """The shape of every tree of an engine.
 
     Attributes:
-      name: as the user wrote it: `none`, `chain:D`, `static:NAME` or `static:0,0,1,…`.
-      parents: parent of each node, -1 for the root.
+      name: as the user wrote it: `none`, `chain:D`, `static:NAME`, `static:0,0,1,…`, `dynamic:steps=S,topk=K,nodes=N`.
+      parents: parent of each node, -1 for the root. A dynamic tree has others in every round, of the same number and
+        not deeper.
+      beam: how a dynamic tree grows; None for trees that never change.
     """
 
     name: str
     parents: tuple[int, ...]
+    beam: Beam | None = None
 
     def __post_init__(self) -> None:
         if len(self.parents) > MAX_NODES:
@@ -67,15 +89,34 @@ class TreeSpec:
             return cls(text, TOPOLOGIES[rest])
         if kind == "static" and re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", rest):
             return cls(text, (-1, *(int(part) for part in rest.split(","))))
-        if kind == "dynamic":
-            raise UserError(
-                f"tree {text!r}: a dynamic tree needs a drafter that scores its tokens, which none and ngram don't; "
-                "choose chain:D or static:…"
-            )
+        if kind == "dynamic" and (
+            beam := re.fullmatch(r"steps=([0-9]{1,3}),topk=([0-9]{1,3}),nodes=([0-9]{1,3})", rest)
+        ):
+            return cls._dynamic(text, Beam(*(int(size) for size in beam.groups())))
         raise UserError(
-            f"tree {text!r} must be none, chain:D with D of at least 1, or static:… with one of "
-            f"{', '.join(TOPOLOGIES)} or the parents of nodes 1, 2, … as in static:0,0,1,2"
+            f"tree {text!r} must be none, chain:D with D of at least 1, static:… with one of "
+            f"{', '.join(TOPOLOGIES)} or the parents of nodes 1, 2, … as in static:0,0,1,2, or "
+            "dynamic:steps=S,topk=K,nodes=N"
         )
+
+    @classmethod
+    def _dynamic(cls, text: str, beam: Beam) -> "TreeSpec":
+        for name, value, least, most in (
+            ("steps", beam.steps, 1, MAX_NODES - 1),
+            ("topk", beam.topk, 1, MAX_NODES - 1),
+            ("nodes", beam.nodes, 2, min(MAX_NODES, 1 + beam.num_candidates)),
+        ):
+            if not least <= value <= most:
+                because = ""
+                if name == "nodes":
+                    because = (
+                        f": steps={beam.steps} and topk={beam.topk} give {beam.num_candidates} candidates besides the "
+                        f"root, and at most {MAX_NODES} nodes fit"
+                    )
+                raise UserError(f"tree {text!r}: {name}={value} must be between {least} and {most}{because}")
+        # A chain as deep as it may get, and the rest below the root: the right number and depth.
+        deepest = min(beam.steps, beam.nodes - 1)
+        return cls(text, (*range(-1, deepest), *(0,) * (beam.nodes - 1 - deepest)), beam)
 
     @property
     def num_nodes(self) -> int:

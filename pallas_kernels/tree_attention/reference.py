@@ -30,9 +30,29 @@ def tree_attention(
     Returns:
       Float32 output normalised by its own softmax, and the log-sum-exp of the scores.
     """
+    return masked_attention(q, k, v, is_ancestor(ancestors), scale=scale)
+
+
+def masked_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    is_visible: Bool[Array, "B T N"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Every query attends to the keys that it sees: a level of a tree that grows over all levels so far.
+
+    Args:
+      q, k, v: query head h reads KV head `h*K//H`.
+      scale: factor on the scores.
+
+    Returns:
+      Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 where none is seen.
+    """
     b, t, h, d = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(b, t, kv_heads, h // kv_heads, d)
     scores = scale * jnp.einsum("btkgd,bnkd->btkgn", grouped, k, preferred_element_type=jnp.float32)
-    output, lse = softmax_attend(scores, is_ancestor(ancestors)[:, :, None, None, :], v, "btkgn,bnkd->btkgd")
+    output, lse = softmax_attend(scores, is_visible[:, :, None, None, :], v, "btkgn,bnkd->btkgd")
     return output.reshape(b, t, h, d), lse.reshape(b, t, h)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.ngram import NGram, look_up, match_lengths
+from jaxspec.drafts.none import NoDraft
 from jaxspec.errors import UserError
 from jaxspec.speculate.trees import TreeSpec
 
@@ -128,3 +129,12 @@ def test_a_chain_follows_one_place():
 def test_a_tree_with_nothing_to_draft_is_refused():
     with pytest.raises(UserError, match=r"'none'.*choose chain:D"):
         NGram().check_tree(TreeSpec.parse("none"))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "advice"), [(NGram(), "choose chain:D or static:"), (NoDraft(), "--tree none")], ids=["ngram", "none"]
+)
+def test_a_dynamic_tree_is_refused_by_drafters_that_score_no_tokens(drafter, advice):
+    name = "dynamic:steps=3,topk=4,nodes=16"
+    with pytest.raises(UserError, match=f"'{name}' needs a draft.*{advice}"):
+        drafter.check_tree(TreeSpec.parse(name))

@@ -45,7 +45,7 @@ class ToyModel(nnx.Module):
         zero = jnp.zeros_like(tag)
         return jnp.stack([tag, symbol, zero, zero, zero, zero], axis=-1).astype(jnp.float32)
 
-    def stage(self, x, positions, attend, cache):
+    def stage(self, x, positions, attend, cache, observe, observed):
         layout = self.layout
         heads = layout.heads
         local_kv = heads.kv_heads // layout.mesh.tp
@@ -80,7 +80,7 @@ class ToyModel(nnx.Module):
                 axis=-1,
             )
             x = jnp.where(is_mine, y, x)
-        return x, cache
+        return x, cache, observed
 
     def final_hidden(self, x):
         return x
@@ -138,6 +138,7 @@ def toy_engine(
     )
     spec = StepSpec(
         layout=DecoderLayout(config, mesh, tail_axes, np.dtype("float32")),
+        drafter=find_drafter(draft),
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
         num_pages=pages,
@@ -150,7 +151,7 @@ def toy_engine(
     with nnx.use_eager_sharding(False):
         graph, weights = nnx.split(ToyModel(spec.layout))
     weights = jax.device_put(weights, jax.sharding.NamedSharding(device_mesh, P()))
-    return Engine(spec, device_mesh, graph, weights, find_drafter(draft))
+    return Engine(spec, device_mesh, graph, weights)
 
 
 @dataclasses.dataclass

@@ -32,7 +32,7 @@ def make_config(heads: int, kv_heads: int, **switches) -> ModelConfig:
 
 def layouts(heads: int, kv_heads: int):
     config = make_config(heads, kv_heads)
-    return [(mesh, head_layout(config, mesh)) for mesh in MESHES]
+    return [(mesh, head_layout(config, mesh.tp, mesh.tp * mesh.dcp)) for mesh in MESHES]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -86,12 +86,12 @@ def test_kv_heads_are_repeated_only_where_tp_exceeds_them():
     ids=str,
 )
 def test_nine_query_and_three_kv_heads_are_padded_as_the_examples_say(mesh, padded):
-    layout = head_layout(make_config(9, 3), mesh)
+    layout = head_layout(make_config(9, 3), mesh.tp, mesh.tp * mesh.dcp)
     assert (layout.query_heads, layout.kv_heads) == padded
 
 
 def test_the_queries_of_a_repeated_kv_head_are_dealt_out_among_its_copies():
-    layout = head_layout(make_config(9, 3), MeshShape(1, 8, 1))
+    layout = head_layout(make_config(9, 3), 8, 8)
     assert layout.kv_sources == (0, 0, 1, 1, 2, 2, PADDED, PADDED)
     assert layout.query_sources == (0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, -1, -1, -1, -1)
 
@@ -155,7 +155,7 @@ def pack(heads, mesh):
     config = make_config(*heads, qkv_bias=True, output_bias=True, mlp_bias=True)
     layer = draw_layer(config)
     layout = DecoderLayout(config, mesh, MODEL_AXES, np.float64)
-    return config, layer, layout, DecoderLayer.pack(layout, layer)
+    return config, layer, layout, DecoderLayer.pack(layout.layer, layer)
 
 
 @pytest.mark.parametrize(("heads", "mesh"), PACKED, ids=str)

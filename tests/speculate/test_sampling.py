@@ -1,20 +1,25 @@
 """The target's token against sorting, exact probabilities and a hash written out, however the vocabulary is split."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.mesh import AXES, MODEL_AXES, MeshShape, make_mesh
 from jaxspec.speculate.sampling import (
     SamplingRows,
+    draft_scores,
     filter_threshold,
     gumbel_noise,
     largest_threshold,
+    split_argmax,
+    split_top_k,
     target_tokens,
 )
 
@@ -70,6 +75,20 @@ def jitted_search(split):
             functools.partial(largest_threshold, axes=axes),
             mesh=make_mesh(mesh),
             in_specs=(by_key, by_key, P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+
+
+@functools.cache
+def jitted_top_k(split, k: int):
+    mesh, axes = split
+    return jax.jit(
+        jax.shard_map(
+            lambda scores, ids: split_top_k(scores, ids, k, axes),
+            mesh=make_mesh(mesh),
+            in_specs=(P(None, axes), P(axes)),
             out_specs=P(),
             check_vma=False,
         )
@@ -418,3 +437,110 @@ def test_filters_see_bfloat16_logits_as_float32():
     narrow = jnp.asarray(logits, jnp.bfloat16)
     expected = jitted_tokens(ONE_DEVICE, VOCAB)(np.asarray(narrow, np.float32), positions, rows)
     np.testing.assert_array_equal(jitted_tokens(ONE_DEVICE, VOCAB)(narrow, positions, rows), expected)
+
+
+TOP_K_VOCAB = 64
+TOP_K_IDS = 3 * np.arange(TOP_K_VOCAB, dtype=np.int32) + 1
+
+
+def draw_scores() -> np.ndarray:
+    """Rows without ties, with many, with one score alone, with few or no finite ones; all with padding at the end."""
+    random = np.random.default_rng(11)
+    scores = 3 * random.standard_normal((50, TOP_K_VOCAB)).astype(np.float32)
+    scores[10:20] = np.round(scores[10:20] / 3) + 0.0  # no -0, which ranks below 0
+    scores[20:30] = 0.25
+    scores[30:40][random.random((10, TOP_K_VOCAB)) < 0.8] = -np.inf
+    scores[40:45, 1:] = -np.inf
+    scores[45:47] = -np.inf
+    scores[47:, random.integers(0, 50, 3)] = 60.0  # so large that its log-probability is rounded to 0
+    scores[:, 60:] = -np.inf
+    return scores
+
+
+def slow_top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities of one row by sorting, in float64; ids of -1 where no finite score is left."""
+    best = np.argsort(-scores, kind="stable")[:k]
+    best = best[np.isfinite(scores[best])]
+    ids, log_probs = np.full(k, -1), np.full(k, -np.inf)
+    ids[: len(best)] = TOP_K_IDS[best]
+    log_probs[: len(best)] = scores[best] - scipy.special.logsumexp(scores.astype(np.float64)) if len(best) else 0
+    return ids, log_probs
+
+
+@SHARDED
+@pytest.mark.parametrize("k", [1, 3, 16, 17, 40, 70])
+def test_the_k_best_over_all_shards_are_those_of_sorting_with_their_log_probabilities(split, k):
+    scores = draw_scores()
+    ids, log_probs = (np.asarray(x) for x in jitted_top_k(split, k)(scores, TOP_K_IDS))
+    assert ids.shape == log_probs.shape == (len(scores), k)
+    assert np.all(log_probs <= 0)
+    for row in range(len(scores)):
+        expected_ids, expected_log_probs = slow_top_k(scores[row], k)
+        np.testing.assert_array_equal(ids[row], expected_ids)
+        np.testing.assert_allclose(log_probs[row], expected_log_probs, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_that_are_no_numbers_rank_no_token():
+    scores = draw_scores()
+    scores[:3, 7], scores[3, 50] = np.nan, np.inf
+    ids, log_probs = (np.asarray(x) for x in jitted_top_k(SPLITS[2], 3)(scores, TOP_K_IDS))
+    assert np.all(ids[:4] == -1) and np.all(log_probs[:4] == -np.inf)
+    assert np.all(ids[4:20] >= 0) and not np.any(np.isnan(log_probs))
+
+
+def test_many_children_are_found_without_a_sort_of_the_vocabulary():
+    vocab = 4000
+    text = jitted_top_k(SPLITS[2], 40).lower(np.zeros((2, vocab), np.float32), np.arange(vocab)).as_text()
+    asked = [(int(k), int(size)) for k, size in re.findall(r"top_k\(.*k = (\d+)\) : tensor<2x(\d+)xf32>", text)]
+    assert [k for k, size in asked if size == vocab // 4] == [16, 16, 8]
+    assert all(size == 4 * 40 for k, size in asked if k > 16)
+    assert "stablehlo.sort" not in text
+
+
+def test_a_shard_tells_all_that_it_has_found_in_one_collective():
+    mesh, axes = SPLITS[2]
+
+    def argmax(scores, ids):
+        return split_argmax(scores, ids, axes)
+
+    jitted_argmax = jax.jit(
+        jax.shard_map(argmax, mesh=make_mesh(mesh), in_specs=(P(None, axes), P(axes)), out_specs=P(), check_vma=False)
+    )
+    for program in (jitted_argmax, jitted_top_k(SPLITS[2], 3), jitted_top_k(SPLITS[2], 40)):
+        text = program.lower(draw_scores(), TOP_K_IDS).as_text()
+        assert text.count("stablehlo.all_gather") == 1
+        assert not re.search(r"stablehlo\.(all_reduce|all_to_all|collective)", text)
+
+
+def test_a_draft_has_the_noise_that_the_target_has_at_the_same_seed_position_and_id():
+    logits, positions, rows = draw_mixed_batch()
+    rows = jax.tree.map(lambda x: np.repeat(x[:, None], NODES, axis=1), rows)
+    ids = 700 * np.arange(PADDED_VOCAB, dtype=np.int32)
+    scores = np.asarray(draft_scores(logits, ids, positions, rows))
+    noisy = logits / np.maximum(rows.temperature, 1e-9)[..., None] + gumbel_noise(rows.seed, positions, ids)
+    is_sampled = rows.temperature > 0
+    np.testing.assert_allclose(scores[is_sampled], noisy[is_sampled], rtol=1e-6)
+    np.testing.assert_array_equal(scores[~is_sampled], logits[~is_sampled])
+
+
+@SHARDED
+def test_the_best_token_of_a_draft_with_the_targets_logits_is_the_targets(split):
+    logits, positions, rows = draw_mixed_batch()
+    rows = make_rows(BATCH, temperature=np.where(rows.temperature < 0.1, 0, rows.temperature), seed=3)
+    mesh, axes = split
+
+    def best(logits, ids, positions, rows):
+        logits = jnp.where(ids < VOCAB, logits, -jnp.inf)
+        rows = jax.tree.map(lambda x: jnp.repeat(x[:, None], NODES, axis=1), rows)
+        return split_top_k(draft_scores(logits, ids, positions, rows), ids, 1, axes)[0]
+
+    drafted = jax.jit(
+        jax.shard_map(
+            best,
+            mesh=make_mesh(mesh),
+            in_specs=(P(None, None, axes), P(axes), P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(logits, np.arange(PADDED_VOCAB), positions, rows)
+    np.testing.assert_array_equal(drafted[..., 0], jitted_tokens(split, VOCAB)(logits, positions, rows))

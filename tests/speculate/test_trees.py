@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import UserError
-from jaxspec.speculate.trees import MAX_NODES, TOPOLOGIES, TreeSpec, ancestor_bits, depths, is_ancestor, walk
+from jaxspec.speculate.trees import MAX_NODES, TOPOLOGIES, Beam, TreeSpec, ancestor_bits, depths, is_ancestor, walk
 
 jitted_walk = jax.jit(walk, static_argnames="max_path")
 
@@ -74,6 +74,18 @@ def test_a_tree_may_have_as_many_nodes_as_there_are_bits():
         "static:0,-1",
         "static:0, 0",
         "star:3",
+        "dynamic",
+        "dynamic:",
+        "dynamic:3,4,16",
+        "dynamic:steps=3,topk=4",
+        "dynamic:steps=3,topk=4,nodes=",
+        "dynamic:steps=3,topk=4,nodes=-1",
+        "dynamic:steps=3,topk=4,nodes=1000",
+        "dynamic:topk=4,steps=3,nodes=16",
+        "dynamic:steps=3,topk=4,nodes=16,",
+        "dynamic:steps=3, topk=4, nodes=16",
+        "dynamic:steps=3,top_k=4,nodes=16",
+        "Dynamic:steps=3,topk=4,nodes=16",
     ],
 )
 def test_a_form_that_does_not_exist_is_refused_by_name_with_the_forms_that_do(text):
@@ -81,7 +93,7 @@ def test_a_form_that_does_not_exist_is_refused_by_name_with_the_forms_that_do(te
         TreeSpec.parse(text)
     message = str(raised.value)
     assert repr(text) in message
-    assert "chain:D" in message and "static:0,0,1,2" in message
+    assert "chain:D" in message and "static:0,0,1,2" in message and "dynamic:steps=S,topk=K,nodes=N" in message
     assert all(name in message for name in TOPOLOGIES)
 
 
@@ -94,12 +106,55 @@ def test_a_parent_that_is_not_an_earlier_node_is_refused_with_an_example(text, n
     assert "static:0,0,1,2" in message
 
 
-def test_a_dynamic_tree_is_refused_with_what_it_needs():
+@pytest.mark.parametrize(
+    ("beam", "max_depth"),
+    [
+        (Beam(3, 4, 16), 3),
+        (Beam(3, 4, 37), 3),  # all candidates
+        (Beam(5, 3, 4), 3),  # fewer nodes than steps
+        (Beam(6, 10, 60), 6),
+        (Beam(1, 1, 2), 1),
+        (Beam(63, 1, 64), 63),
+        (Beam(1, 63, 64), 1),
+    ],
+    ids=str,
+)
+def test_a_dynamic_tree_has_its_number_of_nodes_and_the_depth_that_it_may_reach(beam, max_depth):
+    tree = TreeSpec.parse(f"dynamic:steps={beam.steps},topk={beam.topk},nodes={beam.nodes}")
+    assert tree.beam == beam
+    assert (tree.num_nodes, tree.max_depth) == (beam.nodes, max_depth)
+
+
+def test_trees_that_never_change_have_no_beam():
+    assert all(TreeSpec.parse(text).beam is None for text in ("none", "chain:4", "static:fan12"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused", "least", "most"),
+    [
+        ((0, 4, 16), "steps=0", 1, 63),
+        ((64, 4, 16), "steps=64", 1, 63),
+        ((3, 0, 16), "topk=0", 1, 63),
+        ((3, 64, 16), "topk=64", 1, 63),
+        ((3, 4, 0), "nodes=0", 2, 37),
+        ((3, 4, 1), "nodes=1", 2, 37),
+        ((3, 4, 38), "nodes=38", 2, 37),
+        ((1, 1, 3), "nodes=3", 2, 2),
+        ((6, 10, 65), "nodes=65", 2, 64),
+    ],
+)
+def test_a_size_of_a_dynamic_tree_out_of_range_is_refused_with_the_range(sizes, refused, least, most):
+    text = "dynamic:steps={},topk={},nodes={}".format(*sizes)
     with pytest.raises(UserError) as raised:
-        TreeSpec.parse("dynamic:steps=3,topk=4,nodes=16")
-    message = str(raised.value)
-    assert "'dynamic:steps=3,topk=4,nodes=16'" in message
-    assert "choose chain:D or static:" in message
+        TreeSpec.parse(text)
+    assert f"{text!r}: {refused} must be between {least} and {most}" in str(raised.value)
+
+
+def test_too_many_nodes_are_refused_with_the_number_of_candidates():
+    with pytest.raises(
+        UserError, match=r"steps=3 and topk=4 give 36 candidates besides the root, and at most 64 nodes"
+    ):
+        TreeSpec.parse("dynamic:steps=3,topk=4,nodes=38")
 
 
 @pytest.mark.parametrize("text", ["chain:999999999999", "chain:" + "9" * 5000], ids=["large", "many_digits"])

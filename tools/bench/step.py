@@ -101,6 +101,7 @@ def measure(options, layout, graph, weights, tree, batch, rate) -> dict[str, obj
     pages = -(-options.context // page_size)
     spec = StepSpec(
         layout=layout,
+        drafter=find_drafter("none" if tree == "none" else "ngram"),
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
         num_pages=1 + batch * mesh.pp * pages,
@@ -110,7 +111,7 @@ def measure(options, layout, graph, weights, tree, batch, rate) -> dict[str, obj
         rounds=options.rounds,
     )
     device_mesh = make_mesh(mesh)
-    engine = Engine(spec, device_mesh, graph, weights, find_drafter("none" if tree == "none" else "ngram"))
+    engine = Engine(spec, device_mesh, graph, weights)
     started = time.perf_counter()
     program = engine.program(Variant(is_solo=True, has_lane=False, is_greedy=True, batch=batch))
     compiled = time.perf_counter() - started

@@ -1,0 +1,321 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one small layer that reads the target's residual streams.
+
+Row p of the draft pairs the token at p + 1 with the target's taps at p. `extend` runs the accepted rows with their true
+taps, and only they are kept in pages. From the last one on drafted tokens take the place of the target's, and the
+head's own output that of the taps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import draft as draft_cache
+from jaxspec.cache.draft import DraftPages
+from jaxspec.checkpoint.eagle3_files import open_head
+from jaxspec.checkpoint.restore import TensorReader
+from jaxspec.drafts.eagle3_config import Eagle3Config, eagle3_tensor_shapes, read_eagle3_config
+from jaxspec.drafts.eagle3_head import Eagle3Head, head_axes, pack_head
+from jaxspec.drafts.growth import Candidates, Level, grow
+from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
+from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
+from jaxspec.errors import UserError
+from jaxspec.mesh import AxisNames, publish, split
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import DecoderLayout
+from jaxspec.speculate.sampling import draft_scores, split_top_k
+from jaxspec.speculate.taps import check_taps
+from jaxspec.speculate.trees import TreeSpec
+from pallas_kernels.chunk_prefill import causal_attention
+from pallas_kernels.context_decode import context_decode
+from pallas_kernels.lse_merge import merge
+from pallas_kernels.tree_attention import masked_attention
+
+if TYPE_CHECKING:
+    from jaxspec.speculate.state import StepSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3(Drafter):
+    """Attributes:
+    files: where its tensors are.
+    """
+
+    config: Eagle3Config
+    files: TensorReader
+    relay: type[WholeTaps] | type[ProjectedTaps] = WholeTaps
+    default_tree = "chain:4"
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Eagle3":
+        """A head as it was published, or as `jaxspec convert` stored it.
+
+        Raises:
+          UserError: there is none, or it is not one that jaxspec computes.
+        """
+        files = open_head(path)
+        return cls(read_eagle3_config(files.config, files.shapes), files)
+
+    def check_tree(self, tree: TreeSpec) -> None:
+        if tree.num_nodes == 1:
+            raise UserError("tree 'none' leaves the draft nothing to do: choose chain:D, static:… or dynamic:…")
+        children = max(tree.parents.count(node) for node in range(tree.num_nodes))
+        wanted = tree.beam.topk if tree.beam else children
+        if wanted > self.config.draft_vocab_size:
+            raise UserError(
+                f"tree {tree.name!r} wants {wanted} children of a node, but the draft knows "
+                f"{self.config.draft_vocab_size} tokens: choose fewer"
+            )
+
+    def fit(self, target: ModelConfig, taps: Sequence[int] | None = None) -> "Eagle3":
+        """Taps are R indices: i is the residual stream after i layers of the target."""
+        config = self.config
+        wanted = config.taps
+        if taps is not None:
+            wanted = tuple(taps)
+        elif wanted is None:
+            wanted = (2, target.num_layers // 2, target.num_layers - 3)
+        check_taps(wanted, target.num_layers)
+        if len(wanted) != config.num_taps and not (wanted == config.taps == ()):
+            raise UserError(
+                f"taps {list(wanted)} are {len(wanted)}, but the draft reads {config.num_taps} of its target"
+            )
+        for what, of_draft, of_target in (
+            ("vocab_size", config.layer.vocab_size, target.vocab_size),
+            ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ):
+            if of_draft != of_target:
+                raise UserError(
+                    f"the draft was made for a target of {what}={of_draft}, but this one's is {of_target}: "
+                    "give the draft of this model"
+                )
+        is_narrower = config.layer.hidden_size != target.hidden_size
+        if is_narrower and not (config.has_embedding and config.has_head):
+            raise UserError(
+                f"the draft is {config.layer.hidden_size} wide and the target {target.hidden_size}, so it can't share "
+                "the target's embedding or head, and has not both of its own: use complete files"
+            )
+        return dataclasses.replace(self, config=dataclasses.replace(config, taps=wanted))
+
+    # Weights and state
+
+    def abstract_weights(self, layout: DecoderLayout) -> Any:
+        return _abstract(self.config, layout, self.relay)[1]
+
+    def restore(self, layout: DecoderLayout, mesh: Mesh) -> Any:
+        names = list(eagle3_tensor_shapes(self.config))
+        packed = pack_head(self.config, layout, self.relay, self.files.read(names))
+        state = self.abstract_weights(layout)
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(state))
+
+        def place(abstract: jax.ShapeDtypeStruct, spec: Any, array: np.ndarray) -> jax.Array:
+            array = array.astype(abstract.dtype, copy=False)
+            return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), array.__getitem__)
+
+        pure = nnx.to_pure_dict(state)
+        nnx.replace_by_pure_dict(state, jax.tree.map(place, pure, specs, packed))
+        return state
+
+    def init_state(self, spec: "StepSpec") -> DraftPages:
+        layer, pages = self.config.layer, spec.num_pages
+        shape = (layer.num_layers, 2, pages, spec.geometry.page_size, layer.num_kv_heads, layer.head_dim)
+        return jnp.zeros(shape, spec.layout.dtype)
+
+    def state_specs(self, layout: DecoderLayout) -> Any:
+        return split(None, None, None, None, head_axes(self.config, layout))
+
+    # Taps
+
+    def feature_width(self, layout: DecoderLayout) -> int:
+        return self.relay.width(self.config, layout) if self.config.taps else 0
+
+    @property
+    def feature_axes(self) -> AxisNames:
+        return self.relay.axes
+
+    def observe(self, weights: Any, layout: DecoderLayout, features: Array, layer: int, x: Array) -> Array:
+        taps = self._head(weights, layout).taps
+        assert taps is not None
+        return taps.observe(features, layer, x)
+
+    # Drafting
+
+    def draft(
+        self, weights: Any, state: DraftPages, context: DraftContext, tree: TreeSpec
+    ) -> tuple[DraftTree, DraftPages]:
+        layout = context.target.layout
+        head = self._head(weights, layout)
+        output, pages = extend(head, context, state)
+
+        def expand(drafted: Drafted, level: Level, k: int) -> tuple[Drafted, Candidates]:
+            if level.depth > 0:
+                drafted = run_level(head, context, pages, drafted, level)
+            return drafted, propose(head, context, drafted.outputs, level.depth, k)
+
+        grown = grow(tree, context.root, expand, Drafted((), output[:, None]))
+        tokens, parents = publish(jnp.stack([grown.tokens, grown.parents]), layout.mesh.pp)
+        return DraftTree(tokens, parents), pages
+
+    def _head(self, weights: Any, layout: DecoderLayout) -> Eagle3Head:
+        return nnx.merge(_abstract(self.config, layout, self.relay)[0], weights)
+
+
+@functools.cache
+def _abstract(
+    config: Eagle3Config, layout: DecoderLayout, relay: type[WholeTaps] | type[ProjectedTaps]
+) -> tuple[Any, Any]:
+    with nnx.use_eager_sharding(False):
+        return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, layout, relay)))
+
+
+type LayerKV = tuple[tuple[Float[Array, "B N K D"], Float[Array, "B N K D"]], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """Rows of drafted tokens so far.
+
+    Attributes:
+      kv: of each layer, keys and values of all rows, level after level.
+      outputs: of the newest level's rows (at first: of the last true row), before the final norm.
+    """
+
+    kv: LayerKV
+    outputs: Float[Array, "B R H"]
+
+
+def extend(head: Eagle3Head, context: DraftContext, pages: DraftPages) -> tuple[Float[Array, "B H"], DraftPages]:
+    """Runs the accepted path and the prompt chunk with their true features, and keeps their K/V.
+
+    Returns:
+      The output at each slot's last row, position `length - 1`, and the pages with the new rows.
+    """
+    b, a = context.path.shape
+    rows = TrueRows(context, jnp.arange(a) < context.count[:, None])
+    # A head without taps takes the target's final states instead.
+    features = context.hidden if context.features is None else context.features
+    parts = [jnp.take_along_axis(features, context.path[..., None], axis=1).reshape(b * a, -1)]
+    tokens, positions = [context.emitted.reshape(-1)], [rows.positions.reshape(-1)]
+    if context.lane is not None:
+        chunk = context.lane_hidden if context.lane_features is None else context.lane_features
+        assert chunk is not None
+        step = jnp.arange(len(context.lane.tokens))
+        is_last = step == context.lane.length - 1
+        parts.append(chunk)
+        tokens.append(jnp.where(is_last, context.lane.next_token, jnp.roll(context.lane.tokens, -1)))
+        positions.append(context.lane.start + step)
+    taken = jnp.concatenate(parts)
+    projected = taken if head.taps is None else head.taps.project(taken)
+    embedded = head.embed(jnp.concatenate(tokens), context.target)
+    return head.rows(projected, embedded, jnp.concatenate(positions), rows.attend, pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrueRows:
+    """Attention of an extend pass: A rows of each of B paths, then C of a chunk.
+
+    A slot whose prompt has just ended attends to that chunk, so a layer's rows are all written before any is read. The
+    last row of a last chunk is not: there the token that follows was emitted in this round, and the row is the slot's.
+    """
+
+    context: DraftContext
+    is_true: Bool[Array, "B A"]
+
+    @property
+    def positions(self) -> Int[Array, "B A"]:
+        first = self.context.length - self.context.count
+        return first[:, None] + jnp.arange(self.is_true.shape[1])
+
+    def attend(
+        self, pages: DraftPages, layer: int, residual: Array, q: Array, k: Array, v: Array
+    ) -> tuple[Array, Array, DraftPages]:
+        context, (b, a) = self.context, self.is_true.shape
+        path_q, path_k, path_v = (x[: b * a].reshape(b, a, *x.shape[1:]) for x in (q, k, v))
+        chunk_q, chunk_k, chunk_v = (x[b * a :] for x in (q, k, v))
+        pages = draft_cache.write(pages, layer, context.page_table, self.positions, path_k, path_v, self.is_true)
+        if context.lane is not None:
+            lane, step = context.lane, jnp.arange(len(context.lane.tokens))
+            is_written = step < lane.length - (lane.slot >= 0)
+            pages = draft_cache.write(
+                pages,
+                layer,
+                lane.page_row[None],
+                (lane.start + step)[None],
+                chunk_k[None],
+                chunk_v[None],
+                is_written[None],
+            )
+        scale = q.shape[-1] ** -0.5
+        if layer == len(pages) - 1:
+            # Only the newest row's output is wanted, and all that it sees is in pages.
+            newest = jnp.maximum(context.count - 1, 0)
+            last_q = jnp.take_along_axis(path_q, newest[:, None, None, None], axis=1)
+            output, _ = context_decode(last_q, pages, layer, context.page_table, context.length, scale=scale)
+            index = jnp.arange(b) * a + newest
+            return residual[index], output.reshape(b, -1).astype(q.dtype), pages
+        is_causal = jnp.broadcast_to(jnp.tril(jnp.ones((a, a), bool)), (b, a, a))
+        outputs = [
+            _join(
+                context_decode(path_q, pages, layer, context.page_table, self.positions[:, 0], scale=scale),
+                masked_attention(path_q, path_k, path_v, is_causal, scale=scale),
+            ).reshape(b * a, -1)
+        ]
+        if context.lane is not None:
+            lane = context.lane
+            prefix = context_decode(chunk_q[None], pages, layer, lane.page_row[None], lane.start[None], scale=scale)
+            among = causal_attention(chunk_q, chunk_k, chunk_v, scale=scale)
+            outputs.append(_join((prefix[0][0], prefix[1][0]), among).reshape(len(chunk_q), -1))
+        return residual, jnp.concatenate(outputs).astype(q.dtype), pages
+
+
+def run_level(head: Eagle3Head, context: DraftContext, pages: DraftPages, drafted: Drafted, level: Level) -> Drafted:
+    """Runs rows of drafted tokens: each sees the true rows, its ancestors and itself."""
+    b, r = level.tokens.shape
+    outputs = jnp.take_along_axis(drafted.outputs, level.parents[..., None], axis=1)
+    positions = jnp.broadcast_to((context.length - 1 + level.depth)[:, None], (b, r))
+
+    def attend(kv: LayerKV, layer: int, residual: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array, LayerKV]:
+        q, k, v = (x.reshape(b, r, *x.shape[1:]) for x in (q, k, v))
+        if layer < len(drafted.kv):
+            old_k, old_v = drafted.kv[layer]
+            k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
+        scale = q.shape[-1] ** -0.5
+        joined = _join(
+            context_decode(q, pages, layer, context.page_table, context.length, scale=scale),
+            masked_attention(q, k, v, level.sees, scale=scale),
+        )
+        return residual, joined.reshape(b * r, -1).astype(q.dtype), (*kv, (k, v))
+
+    none: LayerKV = ()
+    rows, kv = head.rows(
+        head.recycled(outputs).reshape(b * r, -1),
+        head.embed(level.tokens.reshape(-1), context.target),
+        positions.reshape(-1),
+        attend,
+        none,
+    )
+    return Drafted(kv, rows.reshape(b, r, -1))
+
+
+def propose(head: Eagle3Head, context: DraftContext, outputs: Float[Array, "B R H"], depth: int, k: int) -> Candidates:
+    """The k best tokens below each row of nodes at `depth`, with the noise that the target will use there."""
+    scores, ids = head.logits(outputs, context.target)
+    if not context.is_greedy:
+        shape = outputs.shape[:2]
+        sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), context.sampling)
+        positions = jnp.broadcast_to((context.length + depth + 1)[:, None], shape)
+        scores = draft_scores(scores, ids, positions, sampling)
+    return Candidates(*split_top_k(scores, ids, k, context.tail_axes))
+
+
+def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return merge(jnp.stack([a[0], b[0]]), jnp.stack([a[1], b[1]]))[0]

@@ -1,0 +1,171 @@
+"""An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) in the view of one device: its arrays and what it computes.
+
+A head lies in the tail: matrices are split over the tail's axes, attention over those of them that divide its KV heads.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxspec.drafts.eagle3_config import DRAFT_TO_TARGET, EMBEDDING, FINAL_NORM, Eagle3Config
+from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
+from jaxspec.mesh import AxisNames, rank
+from jaxspec.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    DecoderLayout,
+    LayerLayout,
+    pad_axis,
+    parameter,
+    rms_norm,
+    round_up,
+)
+from jaxspec.models.tensors import HEAD, layer_shapes
+
+# (cache, layer, residual, q, k, v) -> (residual of the rows that go on, their attention output, cache).
+type Attend[Cache] = Callable[
+    [Cache, int, Float[Array, "N H"], Float[Array, "N Q D"], Float[Array, "N K D"], Float[Array, "N K D"]],
+    tuple[Float[Array, "R H"], Float[Array, "R Q*D"], Cache],
+]
+
+
+class Eagle3Head(nnx.Module):
+    """Attributes:
+    taps: the projection of what the head reads of the target; None where it takes the features as they are.
+    target_ids: the target's token of each of this device's rows of `head`, ascending.
+    """
+
+    def __init__(self, config: Eagle3Config, target: DecoderLayout, relay: type[WholeTaps] | type[ProjectedTaps]):
+        width, dtype = config.layer.hidden_size, target.dtype
+        self.config, self.target = config, target
+        self.taps = relay(config, target) if config.has_fc else None
+        self.hidden_norm = parameter((width,), P(), dtype)
+        self.layers = nnx.List([DecoderLayer(layout) for layout in layer_layouts(config, target)])
+        self.norm = parameter((width,), P(), dtype)
+        if config.has_embedding:
+            self.embedding = parameter((config.layer.vocab_size, width), P(), dtype)
+        if config.has_head:
+            rows = round_up(config.draft_vocab_size, target.mesh.axis_size(target.tail_axes))
+            self.head = parameter((rows, width), P(target.tail_axes), dtype)
+            self.target_ids = nnx.Variable(jnp.zeros(rows, jnp.int32), out_sharding=P(target.tail_axes))
+
+    def embed(self, tokens: Int[Array, "N"], target: Decoder) -> Float[Array, "N H"]:
+        if not self.config.has_embedding:
+            return target.embed(tokens)
+        return self.embedding[...][jnp.maximum(tokens, 0)]
+
+    def rows[Cache](
+        self,
+        features: Float[Array, "N H"],
+        embedded: Float[Array, "N H"],
+        positions: Int[Array, "N"],
+        attend: Attend[Cache],
+        cache: Cache,
+    ) -> tuple[Float[Array, "R H"], Cache]:
+        """Outputs before the final norm.
+
+        Args:
+          features: projected taps of true rows, `recycled` outputs for rows of drafted tokens.
+          embedded: of the token that follows each row's position.
+          positions: of the features.
+          attend: may let fewer rows go on than it gets, in the last layer.
+        """
+        eps, x = self.config.layer.norm_eps, features
+        for index, layer in enumerate(self.layers):
+            residual = x
+            if index == 0:
+                normed = rms_norm(x, self.hidden_norm[...], eps)
+                residual = normed if self.config.norm_before_residual else x
+                # A second input beside the features: the token, each with a norm of its own.
+                inputs = jnp.concatenate([layer.input_norm(embedded), normed], axis=-1)
+            else:
+                inputs = layer.input_norm(x)
+            residual, attended, cache = attend(cache, index, residual, *layer.heads_of(inputs, positions))
+            x = layer.finish(residual, attended)
+        return x, cache
+
+    def recycled(self, outputs: Float[Array, "R H"]) -> Float[Array, "R H"]:
+        """What a row of the next drafted token takes as its features."""
+        return self._normed(outputs) if self.config.norm_output else outputs
+
+    def logits(
+        self, outputs: Float[Array, "*R H"], target: Decoder
+    ) -> tuple[Float[Array, "*R local_V"], Int[Array, "local_V"]]:
+        """Float32 logits of this device's part of the vocabulary, -inf for padding, and the target's id of each."""
+        axes, normed = self.target.tail_axes, self._normed(outputs)
+        if self.config.has_head:
+            logits = jnp.einsum("...e,ve->...v", normed, self.head[...], preferred_element_type=jnp.float32)
+            size, ids = self.config.draft_vocab_size, self.target_ids[...]
+        else:
+            logits, size = target.logits(normed), self.target.config.vocab_size
+            ids = rank(axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        local = rank(axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(local < size, logits, -jnp.inf), ids
+
+    def _normed(self, outputs: Float[Array, "*R H"]) -> Float[Array, "*R H"]:
+        return rms_norm(outputs, self.norm[...], self.config.layer.norm_eps)
+
+
+def head_axes(config: Eagle3Config, target: DecoderLayout) -> AxisNames:
+    """Of the tail's axes those that the KV heads are split over: as many devices as divide them."""
+    axes = target.tail_axes
+    subsets = [s for size in range(len(axes) + 1) for s in itertools.combinations(axes, size)]
+    dividing = [s for s in subsets if config.layer.num_kv_heads % target.mesh.axis_size(s) == 0]
+    return max(dividing, key=target.mesh.axis_size)
+
+
+def layer_layouts(config: Eagle3Config, target: DecoderLayout) -> list[LayerLayout]:
+    axes = head_axes(config, target)
+    return [
+        LayerLayout(
+            config=config.layer,
+            mesh=target.mesh,
+            dtype=target.dtype,
+            input_size=config.layer.hidden_size * (2 if index == 0 else 1),
+            stage_axis=None,
+            kv_axes=axes,
+            out_axes=axes,
+            ffn_axes=target.tail_axes,
+        )
+        for index in range(config.layer.num_layers)
+    ]
+
+
+def pack_head(
+    config: Eagle3Config,
+    target: DecoderLayout,
+    relay: type[WholeTaps] | type[ProjectedTaps],
+    canonical: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """All arrays of a head, by the names of its attributes, from its canonical tensors."""
+    layers = {
+        index: {
+            name: array[None]
+            for name, array in DecoderLayer.pack(
+                layout, {name: canonical[f"layers.{index}.{name}"] for name in layer_shapes(config.layer)}
+            ).items()
+        }
+        for index, layout in enumerate(layer_layouts(config, target))
+    }
+    packed: dict[str, Any] = {
+        "hidden_norm": canonical["layers.0.hidden_norm.weight"],
+        "layers": layers,
+        "norm": canonical[FINAL_NORM],
+    }
+    if config.has_fc:
+        packed["taps"] = relay.pack(config, target, dict(canonical))
+    if config.has_embedding:
+        packed["embedding"] = canonical[EMBEDDING]
+    if config.has_head:
+        rows = round_up(config.draft_vocab_size, target.mesh.axis_size(target.tail_axes))
+        offsets = canonical.get(DRAFT_TO_TARGET, np.zeros(config.draft_vocab_size, np.int64))
+        ids = (np.arange(config.draft_vocab_size) + offsets).astype(np.int32)
+        packed["head"] = pad_axis(canonical[HEAD], 0, rows)
+        packed["target_ids"] = pad_axis(ids, 0, rows)
+    return packed
