@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -55,9 +56,23 @@ def _parser() -> argparse.ArgumentParser:
     add = generate.add_argument
     add("prompt", metavar="PROMPT")
     add("--model", default=DEFAULT_MODEL, help="a known name or a converted checkpoint (default: %(default)s)")
-    add("--draft", default="none", help="none or ngram (default: %(default)s)")
+    add(
+        "--draft",
+        default="none",
+        metavar="PATH",
+        help="none, ngram, or the directory of an EAGLE-3 head, published or converted (default: %(default)s)",
+    )
+    add(
+        "--draft-taps",
+        metavar="I,J,…",
+        help="what a head reads of the model: its residual streams after so many layers, for instance 2,16,29; "
+        "the default is what the head's files say",
+    )
     add("--mesh", default="1,1,1", help="sizes pp,tp,dcp (default: %(default)s)")
-    add("--tree", help="none, chain:D or static:…; the default is the draft's own")
+    add(
+        "--tree",
+        help="none, chain:D, static:… or (with a head) dynamic:steps=S,topk=K,nodes=N; the default is the draft's own",
+    )
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (default: %(default)s)")
     add("--tail-placement", help=f"{' or '.join(TAIL_AXES)}; the default measures both on GPUs")
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens generated at most (default: %(default)s)")
@@ -70,10 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-chat", action="store_true", help="give the prompt to the model as it is, without a chat template")
     add("--json", action="store_true", help="print one JSON object instead of the text")
 
-    to_orbax = commands.add_parser("convert", help="make a checkpoint from a GGUF file or a Hugging Face directory")
+    to_orbax = commands.add_parser(
+        "convert", help="make a checkpoint from a GGUF file, a Hugging Face directory or an EAGLE-3 head"
+    )
     to_orbax.set_defaults(run=_convert)
-    to_orbax.add_argument("src", metavar="SRC", type=Path)
-    to_orbax.add_argument("dst", metavar="DST", type=Path)
+    to_orbax.add_argument("src", metavar="SRC", type=Path, help="a .gguf file, or the directory of a model or a head")
+    to_orbax.add_argument("dst", metavar="DST", type=Path, help="a new directory")
     return parser
 
 
@@ -93,7 +110,8 @@ def _generate(options: argparse.Namespace) -> None:
     )
     mesh = MeshShape.parse(options.mesh)
     # Before the model is opened, which may convert it first.
-    check_options(options.draft, options.tree, options.dtype, options.tail_placement)
+    draft_taps = _parse_taps(options.draft_taps)
+    check_options(options.draft, options.tree, options.dtype, options.tail_placement, draft_taps)
     check_at_least("chunk_size", options.chunk_size, 1)
     make_mesh(mesh)
     _keep_compiled_programs()
@@ -104,6 +122,7 @@ def _generate(options: argparse.Namespace) -> None:
         tree=options.tree,
         dtype=options.dtype,
         tail_placement=options.tail_placement,
+        draft_taps=draft_taps,
         max_num_seqs=1,
         max_model_len=_context_for(options),
         chunk_size=options.chunk_size,
@@ -115,6 +134,16 @@ def _generate(options: argparse.Namespace) -> None:
         print(json.dumps(_as_json(llm, output), ensure_ascii=False))
     else:
         print(_statistics(llm, output), file=sys.stderr)
+
+
+def _parse_taps(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise UserError(
+            f"--draft-taps {text!r} must be numbers of layers with commas between them, for instance 2,16,29"
+        )
+    return [int(tap) for tap in text.split(",")]
 
 
 def _keep_compiled_programs() -> None:

@@ -44,12 +44,16 @@ class LLM:
 
     Args:
       model: name of a known model, or a directory made by `jaxspec convert`.
-      draft: None or "none" for plain decoding, or the name of a drafter ("ngram").
+      draft: None or "none" for plain decoding, "ngram", or the directory of an EAGLE-3 head that was made for this
+        model, as it was published or as `jaxspec convert` stored it.
       mesh: sizes of the axes (pp, tp, dcp). On CPUs a larger mesh than there are devices is simulated, which must be
         settled before JAX is first used: make the largest mesh of a process first.
-      tree: shape of the drafted trees, as `chain:4` or `static:fork2x4`; None takes the drafter's own default.
+      tree: shape of the drafted trees, as `chain:4`, `static:fork2x4` or, with a head,
+        `dynamic:steps=3,topk=4,nodes=16`; None takes the drafter's own default.
       dtype: "auto" (bfloat16 on GPUs, float32 on CPUs), "float32" or "bfloat16".
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
+      draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
+        the tool that made the head counts. None takes those that its files name, else (2, n // 2, n - 3) of n layers.
       max_num_seqs: sequences that decode at once; more wait their turn.
       max_model_len: tokens of a prompt and its answer together; None is the model's own, up to 4096.
       page_size: tokens of a KV page, a multiple of dcp; None is 64 for each dcp rank.
@@ -82,7 +86,7 @@ class LLM:
         report: Callable[[str], None] | None = None,
     ):
         self._report = report or (lambda line: None)
-        drafter, tree_spec = check_options(draft, tree, dtype, tail_placement)
+        drafter, tree_spec = check_options(draft, tree, dtype, tail_placement, draft_taps)
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_model_len", max_model_len, 1),
@@ -270,9 +274,9 @@ class LLM:
 
 
 def check_options(
-    draft: str | None, tree: str | None, dtype: str, tail_placement: str | None
+    draft: str | None, tree: str | None, dtype: str, tail_placement: str | None, draft_taps: Sequence[int] | None
 ) -> tuple[Drafter, TreeSpec]:
-    """The drafter and the tree, where these options can be had at all; nothing is opened for it.
+    """The drafter and the tree, where these options can be had at all; no model is opened for it.
 
     Raises:
       UserError: one of them is unknown, or they don't go together.
@@ -280,6 +284,10 @@ def check_options(
     for name, value in (("draft", draft), ("tree", tree)):
         if value is not None and not isinstance(value, str):
             raise UserError(f"{name}={value!r} must be text or None")
+    if draft_taps is not None and not (
+        isinstance(draft_taps, list | tuple) and draft_taps and all(type(tap) is int for tap in draft_taps)
+    ):
+        raise UserError(f"draft_taps={draft_taps!r} must be a list of integers, for instance (2, 16, 29)")
     drafter = find_drafter(draft or "none")
     tree_spec = TreeSpec.parse(tree or drafter.default_tree)
     drafter.check_tree(tree_spec)

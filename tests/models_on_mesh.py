@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.checkpoint.restore import restore_decoder
+from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.llm import TAIL_AXES
@@ -24,7 +25,10 @@ from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
 from pallas_kernels.chunk_prefill import causal_attention
 
-MODELS = Path(__file__).parent / "fixtures" / "models"
+FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = FIXTURES / "models"
+PAIR = FIXTURES / "eagle3_pair"  # a target and a head that was trained on it
+PAIR_TARGET = "eagle3_pair/target"
 ONE = MeshShape(1, 1, 1)
 
 
@@ -40,12 +44,13 @@ class FileReader:
 
 @functools.cache
 def load(name: str):
-    """(config, tensors, reference) of a fixture model."""
-    directory = MODELS / name
+    """(config, tensors, reference) of a fixture model; the target of the pair has no reference."""
+    directory = FIXTURES / name if name == PAIR_TARGET else MODELS / name
+    reference = directory / "reference.safetensors"
     return (
         read_config(json.loads((directory / "config.json").read_text())),
         load_file(directory / "model.safetensors"),
-        load_file(directory / "reference.safetensors"),
+        load_file(reference) if reference.exists() else None,
     )
 
 
@@ -63,7 +68,7 @@ def engine(
     name: str,
     mesh: MeshShape = ONE,
     *,
-    draft: str = "none",
+    draft: str | Drafter = "none",
     tree: str = "none",
     placement: str = "last",
     chunk: int = 8,
@@ -74,9 +79,11 @@ def engine(
 ) -> Engine:
     """One engine for tests that follow each other and ask for the same."""
     graph, weights = restored(name, mesh, placement)
+    layout = layout_of(name, mesh, placement)
+    drafter = (find_drafter(draft) if isinstance(draft, str) else draft).fit(layout.config)
     spec = StepSpec(
-        layout=layout_of(name, mesh, placement),
-        drafter=find_drafter(draft),
+        layout=layout,
+        drafter=drafter,
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
         num_pages=num_pages,
@@ -85,7 +92,7 @@ def engine(
         chunk=chunk,
         rounds=rounds,
     )
-    return Engine(spec, make_mesh(mesh), graph, weights)
+    return Engine(spec, make_mesh(mesh), graph, weights, drafter.restore(layout, make_mesh(mesh)))
 
 
 @functools.cache

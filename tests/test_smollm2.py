@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
 import jaxspec
 from jaxspec.checkpoint.default_model import cache_directory
@@ -109,6 +110,70 @@ def test_losses_are_those_of_transformers(llm, reference):
         tokens = llm.tokenizer.encode(text)
         assert len(tokens) == case["n_tokens"]
         assert mean_loss(llm, tokens) == pytest.approx(case["mean_nll"], abs=2e-4)
+
+
+TREE = "dynamic:steps=2,topk=3,nodes=6"
+
+
+def write_head(path: Path, drafted: list[int] | None = None) -> Path:
+    """A random head for this model, as published. It borrows the embedding, and the output head too if it drafts all.
+
+    Args:
+      path: a new directory.
+      drafted: the tokens of its vocabulary; None is the whole one.
+    """
+    shapes = {
+        "fc.weight": (576, 3 * 576),
+        "norm.weight": (576,),
+        "midlayer.input_layernorm.weight": (576,),
+        "midlayer.hidden_norm.weight": (576,),
+        "midlayer.post_attention_layernorm.weight": (576,),
+        "midlayer.self_attn.q_proj.weight": (576, 2 * 576),
+        "midlayer.self_attn.k_proj.weight": (192, 2 * 576),
+        "midlayer.self_attn.v_proj.weight": (192, 2 * 576),
+        "midlayer.self_attn.o_proj.weight": (576, 576),
+        "midlayer.mlp.gate_proj.weight": (64, 576),
+        "midlayer.mlp.up_proj.weight": (64, 576),
+        "midlayer.mlp.down_proj.weight": (576, 64),
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+    }
+    if drafted is not None:
+        shapes["lm_head.weight"] = (len(drafted), 576)
+        config["draft_vocab_size"] = len(drafted)
+    random = np.random.default_rng(0)
+    tensors = {name: random.normal(0, 0.04, shape).astype(np.float16) for name, shape in shapes.items()}
+    tensors |= {name: np.ones(576, np.float16) for name in shapes if "norm" in name}
+    if drafted is not None:
+        tensors["d2t"] = np.sort(drafted) - np.arange(len(drafted))
+        tensors["t2d"] = np.isin(np.arange(49152), drafted)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("is_reduced", [True, False], ids=["its own output head", "the target's"])
+def test_greedy_tokens_do_not_depend_on_an_eagle3_head(reference, tmp_path, is_reduced):
+    cases = [reference["greedy"][0], reference["greedy"][7]]
+    drafted = sorted({token for case in cases for token in case["new_ids"]})
+    head = write_head(tmp_path / "head", drafted if is_reduced else None)
+    llm = jaxspec.LLM(draft=str(head), tree=TREE, max_num_seqs=2, max_model_len=128, page_size=16, chunk_size=32)
+    outputs = llm.generate([case["prompt_ids"] for case in cases], GREEDY)
+    print([o.accepted_lengths for o in outputs])
+    assert [output.token_ids for output in outputs] == [case["new_ids"] for case in cases]
+    assert (llm.draft, llm.tree) == (str(head), TREE)
+    # A head that knows no other tokens than these hits some of them by chance.
+    assert not is_reduced or max(outputs[0].accepted_lengths) > 1
 
 
 def wikitext() -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 import jax
 
 from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.eagle3_files import is_head
 from jaxspec.checkpoint.store import MANIFEST, Checkpoint
+from jaxspec.drafts.eagle3_config import HEAD_FOR_TARGET
 from jaxspec.errors import UserError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -37,7 +39,7 @@ def open_model(name_or_path: str) -> Checkpoint:
     into `$XDG_CACHE_HOME/jaxspec`; a second process that comes meanwhile waits for it.
 
     Raises:
-      UserError: neither a checkpoint nor a known name, or the default model cannot be had.
+      UserError: neither a target's checkpoint nor a known name, or the default model cannot be had.
     """
     if not Path(name_or_path).exists():
         if name_or_path.lower() in (DEFAULT_MODEL, HUB_REPOSITORY.lower()):
@@ -47,7 +49,10 @@ def open_model(name_or_path: str) -> Checkpoint:
                 f"{name_or_path!r} is neither a directory nor a known model: the known one is {DEFAULT_MODEL}; "
                 "make a checkpoint of another with `jaxspec convert SRC DST` and give DST"
             )
-    return Checkpoint.open(name_or_path)
+    path = Path(name_or_path)
+    if not (path / MANIFEST).is_file() and is_head(path):
+        raise UserError(HEAD_FOR_TARGET.format(path))  # before it is asked to be converted
+    return Checkpoint.open(path, is_draft=False)
 
 
 def cache_directory() -> Path:
@@ -64,7 +69,7 @@ def _open_default() -> Checkpoint:
                 if not (cached / MANIFEST).is_file():
                     convert(_find_source(), cached)
     try:
-        return Checkpoint.open(cached)
+        return Checkpoint.open(cached, is_draft=False)
     except UserError as error:
         raise UserError(f"{error}; this is the cached default model: remove {cached} and it is made again") from error
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from jaxspec.speculate.state import StepSpec
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # two heads of the same sizes are not the same
 class Eagle3(Drafter):
     """Attributes:
     files: where its tensors are.
@@ -78,16 +78,6 @@ class Eagle3(Drafter):
     def fit(self, target: ModelConfig, taps: Sequence[int] | None = None) -> "Eagle3":
         """Taps are R indices: i is the residual stream after i layers of the target."""
         config = self.config
-        wanted = config.taps
-        if taps is not None:
-            wanted = tuple(taps)
-        elif wanted is None:
-            wanted = (2, target.num_layers // 2, target.num_layers - 3)
-        check_taps(wanted, target.num_layers)
-        if len(wanted) != config.num_taps and not (wanted == config.taps == ()):
-            raise UserError(
-                f"taps {list(wanted)} are {len(wanted)}, but the draft reads {config.num_taps} of its target"
-            )
         for what, of_draft, of_target in (
             ("vocab_size", config.layer.vocab_size, target.vocab_size),
             ("target_hidden_size", config.target_hidden_size, target.hidden_size),
@@ -97,6 +87,27 @@ class Eagle3(Drafter):
                     f"the draft was made for a target of {what}={of_draft}, but this one's is {of_target}: "
                     "give the draft of this model"
                 )
+        wanted = config.taps
+        if taps is not None:
+            wanted = tuple(taps)
+        elif wanted is None:
+            wanted = (2, target.num_layers // 2, target.num_layers - 3)
+            if list(wanted) != sorted(set(wanted)):
+                raise UserError(
+                    f"the draft's files name no layers, and the usual taps {list(wanted)} of a target of "
+                    f"{target.num_layers} layers are not ascending: give its taps (draft_taps, --draft-taps)"
+                )
+        check_taps(wanted, target.num_layers)
+        if len(wanted) != config.num_taps and not (wanted == config.taps == ()):
+            raise UserError(
+                f"taps {list(wanted)} are {len(wanted)}, but the draft reads {config.num_taps} of its target: "
+                "give as many"
+            )
+        if wanted and not config.has_fc:
+            raise UserError(
+                f"taps {list(wanted)} need a draft with tensor 'fc.weight', which this one lacks: without it jaxspec "
+                "computes drafts of the target's final hidden state only"
+            )
         is_narrower = config.layer.hidden_size != target.hidden_size
         if is_narrower and not (config.has_embedding and config.has_head):
             raise UserError(

@@ -16,7 +16,9 @@ class NoDraft(Drafter):
 
     def check_tree(self, tree: TreeSpec) -> None:
         if tree.num_nodes > 1:
-            raise UserError(f"tree {tree.name!r} needs a draft: choose --draft ngram, or --tree none")
+            head = "the directory of an EAGLE-3 head"
+            draft = head if tree.beam else f"ngram or {head}"
+            raise UserError(f"tree {tree.name!r} needs a draft: choose --draft {draft}, or --tree none")
 
     def draft(self, weights: Any, state: Any, context: DraftContext, tree: TreeSpec) -> tuple[DraftTree, Any]:
         return DraftTree(context.root[:, None], jnp.full((len(context.root), 1), -1)), state

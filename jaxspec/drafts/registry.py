@@ -19,9 +19,12 @@ def find_drafter(name_or_path: str) -> Drafter:
     """
     if name_or_path in DRAFTERS:
         return DRAFTERS[name_or_path]
-    if Path(name_or_path).is_dir():
-        return Eagle3.open(name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir():
+        return Eagle3.open(path)
+    if path.exists():
+        raise UserError(f"draft {name_or_path!r} is a file: give the directory that holds it and its config.json")
     raise UserError(
-        f"draft {name_or_path!r} is unknown: choose one of {', '.join(DRAFTERS)}, or give the directory of an "
-        "EAGLE-3 head, as it was published or as `jaxspec convert SRC DST` made it"
+        f"draft {name_or_path!r} is neither a directory nor one of {', '.join(DRAFTERS)}: choose one of these, or give "
+        "the directory of an EAGLE-3 head, as it was published or as `jaxspec convert SRC DST` made it"
     )

@@ -7,6 +7,7 @@ by counting, and an argmax is a comparison of (value, id) pairs.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt32
 from jaxspec.mesh import AxisNames, all_max, all_reduce, gather, rank
 
 _DIGIT_BITS = 4  # of the threshold search: eight rounds of fifteen counts
-_TOP_K_PASS = 16  # the most that XLA's kernel for GPUs takes; for more, `lax.top_k` sorts the whole axis
+_SHORT = 1024  # scores that are ordered as they are
 
 
 @jax.tree_util.register_dataclass
@@ -194,14 +195,22 @@ def split_top_k(
 
 
 def _local_top_k(scores: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
-    """What `lax.top_k` gives, in passes of `_TOP_K_PASS` at most; once all that is left is -inf, any places."""
-    values, places = [], []
-    for start in range(0, k, _TOP_K_PASS):
-        best, place = lax.top_k(scores, min(_TOP_K_PASS, k - start))
-        values.append(best)
-        places.append(place)
-        scores = jnp.put_along_axis(scores, place, -jnp.inf, axis=-1, inplace=False)
-    return jnp.concatenate(values, axis=-1), jnp.concatenate(places, axis=-1)
+    """What `lax.top_k` gives, in the same order, without ordering the whole axis.
+
+    The k best lie in the k groups of neighbours with the best maxima: each group before another, by maximum and then by
+    place, holds a score that is before all of the other's.
+    """
+    size = scores.shape[-1]
+    if k == 1 or size <= _SHORT:
+        return lax.top_k(scores, k)
+    width = 1 << round(math.log2(size / k) / 2)  # as many groups as scores in the groups that are chosen
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, -size % width)]
+    groups = jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], -1, width)
+    _, chosen = lax.top_k(jnp.max(groups, axis=-1), min(k, groups.shape[-2]))
+    chosen = jnp.sort(chosen, axis=-1)  # so that of equal scores the first still comes first
+    members = jnp.take_along_axis(groups, chosen[..., None], axis=-2).reshape(*scores.shape[:-1], -1)
+    values, place = lax.top_k(members, k)
+    return values, jnp.take_along_axis(chosen, place // width, axis=-1) * width + place % width
 
 
 def _gather_together(parts: tuple[Shaped[Array, "*R _"], ...], axes: AxisNames) -> list[Shaped[Array, "*R ranks _"]]:

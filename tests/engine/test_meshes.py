@@ -4,8 +4,7 @@ Correct tokens alone prove little: a drafter fed wrong metadata still gives them
 accepted length must be that of the speculative run on one device, too.
 """
 
-import itertools
-
+import covers
 import numpy as np
 import pytest
 from margins import smallest_margin
@@ -40,38 +39,8 @@ PROMPTS = {"llama_bias": ([93, 78, 27, 65], [42, 29, 57]), "qwen3": ([77, 65, 17
 LEAST_MARGIN = 5e-4  # rounding moves these scores by less than 5e-5
 
 
-def pairwise_cover() -> list[dict]:
-    """Cases in which every pair of values of two factors meets, chosen greedily."""
-    names = list(FACTORS)
-    pairs = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(FACTORS[a]))
-        for j in range(len(FACTORS[b]))
-    }
-    product = list(itertools.product(*(range(len(FACTORS[name])) for name in names)))
-
-    def covered(case):
-        at = dict(zip(names, case, strict=True))
-        return {(a, at[a], b, at[b]) for a, b in itertools.combinations(names, 2)}
-
-    cases = []
-    while pairs:
-        best = max(product, key=lambda case: len(covered(case) & pairs))
-        pairs -= covered(best)
-        cases.append(best)
-    return [{name: FACTORS[name][i] for name, i in zip(names, case, strict=True)} for case in cases]
-
-
-def all_cases() -> list[dict]:
-    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        cases = all_cases() if metafunc.config.getoption("--full") else pairwise_cover()
-        cases.sort(key=lambda c: (c["model"], c["mesh"]))
-        metafunc.parametrize("case", cases, ids=["-".join(str(value) for value in case.values()) for case in cases])
+    covers.parametrize(metafunc, FACTORS)
 
 
 def serve(case_engine, model: str) -> list[Sequence]:
