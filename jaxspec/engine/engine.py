@@ -85,9 +85,9 @@ class Engine:
         if has_stages and num_sequences > self.spec.slots_per_group:
             self.program(Variant(is_solo=False, has_lane=False, is_greedy=is_greedy, batch=batch))
 
-    def seconds_per_dispatch(self, batch: int = 1, repeats: int = 3) -> float:
-        """Time of an empty dispatch of the decode program, which costs what a busy one does: shapes are static."""
-        variant = Variant(is_solo=True, has_lane=False, is_greedy=True, batch=batch)
+    def seconds_per_dispatch(self, batch: int = 1, repeats: int = 3, has_lane: bool = False) -> float:
+        """Time of an empty dispatch, which costs what a busy one does: shapes are static."""
+        variant = Variant(not has_lane or self.spec.pp == 1, has_lane, is_greedy=True, batch=batch)
         plan = Plan(variant, variant.blank_commands(self.spec), [])
         self._dispatch(plan).block_until_ready()
         started = time.perf_counter()

@@ -1,35 +1,45 @@
 """Milliseconds a round of the decode program, with random weights made on the devices: no checkpoint is needed.
 
     python tools/bench/step.py --shape llama-3.1-8b --meshes 1,1,1 2,1,1 --trees none chain:4 --batch 1 8
+    python tools/bench/step.py --draft eagle3 --trees chain:4 dynamic:steps=4,topk=4,nodes=16
 
-Shapes are static, so an empty dispatch costs what a busy one does. The floor is what the weights take to be read, each
-stage's in turn, at the rate of a large copy measured in the same run. `big` lists the largest
-temporaries of the program: none should have the size of a cache or of a weight matrix.
+Shapes are static, so an empty dispatch costs what a busy one does. The floor is what the target's weights take to be
+read, each stage's in turn, at the rate of a large copy measured in the same run; what is above it belongs to the draft
+too. `big` lists the largest temporaries of the program: none should have the size of a cache or of a weight matrix.
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import re
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from generate import bytes_per_round, copy_rate
 
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.checkpoint.restore import abstract_decoder
+from jaxspec.drafts.eagle3 import Eagle3
+from jaxspec.drafts.eagle3_config import Eagle3Config
+from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
+from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
 from jaxspec.engine.engine import Engine
 from jaxspec.llm import DTYPES, TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
 
+RELAYS = {"whole": WholeTaps, "projected": ProjectedTaps}
 SHAPES = {
     "smollm2-135m": dict(
         vocab_size=49152,
@@ -55,10 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--meshes", nargs="+", default=["1,1,1"])
-    parser.add_argument("--trees", nargs="+", default=["none", "chain:4"], help="drafted by n-grams")
+    parser.add_argument("--draft", choices=["ngram", "eagle3"], default="ngram", help="of trees other than none")
+    parser.add_argument("--trees", nargs="+", default=["none", "chain:4"])
+    parser.add_argument("--relays", nargs="+", choices=RELAYS, default=["whole"], help="how taps travel")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--placement", choices=TAIL_AXES, default="last")
+    parser.add_argument("--placements", nargs="+", choices=TAIL_AXES, default=["last"], help="where there are stages")
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--lane", action="store_true", help="the program in which a prompt chunk rides along")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--output", type=Path, help="the rows as JSON")
@@ -66,61 +80,92 @@ def main() -> None:
 
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
-    print("mesh | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True)
+    print("mesh | tail | relay | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True)
     rows = []
     for mesh in options.meshes:
         shape = MeshShape.parse(mesh)
         config = read_config({"model_type": "llama", "max_position_embeddings": 131072, **SHAPES[options.shape]})
-        layout = DecoderLayout(config, shape, TAIL_AXES[options.placement], DTYPES[options.dtype])
-        graph, weights = random_weights(layout)
-        for tree in options.trees:
-            for batch in options.batch:
-                row = measure(options, layout, graph, weights, tree, batch, rate)
+        for placement in options.placements if shape.pp > 1 else options.placements[:1]:
+            layout = DecoderLayout(config, shape, TAIL_AXES[placement], DTYPES[options.dtype])
+            graph, state = abstract_decoder(layout)
+            weights = random_weights(state, layout)
+            for relay, tree, batch in itertools.product(options.relays, options.trees, options.batch):
+                row = measure(options, layout, graph, weights, placement, relay, tree, batch, rate)
                 rows.append(row)
                 print(" | ".join(str(value) for value in row.values()), flush=True)
     if options.output:
         options.output.write_text(json.dumps(rows, indent=1))
 
 
-def random_weights(layout: DecoderLayout):
-    """Made in one program, sharded from birth."""
-    graph, state = abstract_decoder(layout)
+def random_weights(state, layout: DecoderLayout):
+    """Made in one program, sharded from birth; integers count up."""
     shardings = nnx.get_named_sharding(state, make_mesh(layout.mesh))
 
     def draw(key):
         leaves, structure = jax.tree.flatten(state)
         keys = jax.random.split(key, len(leaves))
-        drawn = [0.02 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        drawn = [
+            jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+            if jnp.issubdtype(x.dtype, jnp.integer)
+            else 0.02 * jax.random.normal(k, x.shape, x.dtype)
+            for k, x in zip(keys, leaves, strict=True)
+        ]
         return jax.tree.unflatten(structure, drawn)
 
-    return graph, jax.jit(draw, out_shardings=shardings)(jax.random.key(0))
+    return jax.jit(draw, out_shardings=shardings)(jax.random.key(0))
 
 
-def measure(options, layout, graph, weights, tree, batch, rate) -> dict[str, object]:
+def random_head(target: ModelConfig, relay: str) -> Drafter:
+    """An EAGLE-3 head as they are published for such a target: one layer, and 32,000 tokens of its own."""
+    config = Eagle3Config(
+        layer=dataclasses.replace(target, num_layers=1, tie_embeddings=False),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=32_000,
+        taps=None,
+        num_taps=3,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        has_fc=True,
+        fc_bias=False,
+        has_embedding=False,
+        has_head=True,
+    )
+    return Eagle3(config, files=None, relay=RELAYS[relay]).fit(target)
+
+
+def measure(options, layout, graph, weights, placement, relay, tree, batch, rate) -> dict[str, object]:
     mesh, page_size = layout.mesh, 64 * layout.mesh.dcp
+    name = "none" if tree == "none" else options.draft
+    drafter = random_head(layout.config, relay) if name == "eagle3" else find_drafter(name)
+    draft_weights = random_weights(state, layout) if (state := drafter.abstract_weights(layout)) else ()
     pages = -(-options.context // page_size)
     spec = StepSpec(
         layout=layout,
-        drafter=find_drafter("none" if tree == "none" else "ngram"),
+        drafter=drafter,
         tree=TreeSpec.parse(tree),
         geometry=PageGeometry(page_size, mesh.dcp),
         num_pages=1 + batch * mesh.pp * pages,
         pages_per_slot=pages,
         slots_per_group=batch,
-        chunk=64,
+        chunk=options.chunk,
         rounds=options.rounds,
     )
     device_mesh = make_mesh(mesh)
-    engine = Engine(spec, device_mesh, graph, weights)
+    engine = Engine(spec, device_mesh, graph, weights, draft_weights)
     started = time.perf_counter()
-    program = engine.program(Variant(is_solo=True, has_lane=False, is_greedy=True, batch=batch))
+    program = engine.program(Variant(not options.lane or mesh.pp == 1, options.lane, is_greedy=True, batch=batch))
     compiled = time.perf_counter() - started
     for _ in range(3):  # the first runs record graphs
-        engine.seconds_per_dispatch(batch, 1)
-    milliseconds = 1e3 * float(np.median([engine.seconds_per_dispatch(batch, 5) for _ in range(5)])) / options.rounds
+        engine.seconds_per_dispatch(batch, 1, options.lane)
+    seconds = float(np.median([engine.seconds_per_dispatch(batch, 5, options.lane) for _ in range(5)]))
+    milliseconds = 1e3 * seconds / (1 if options.lane else options.rounds)  # a lane's dispatch has one round
     floor = 1e3 * bytes_per_round(engine) / rate
     return {
         "mesh": str(mesh),
+        "tail": placement,
+        "relay": relay,
         "batch": batch,
         "tree": tree,
         "ms/round": round(milliseconds, 3),
