@@ -49,7 +49,7 @@ def test_positions_past_the_table_are_dropped(pages):
     positions, (k, v) = np.array([[12, 13, 4002], [5, 14, 15]]), rows(2, 3)
     expected = pages.copy()
     expected[LAYER, 0, 5, 1], expected[LAYER, 1, 5, 1] = k[1, 0], v[1, 0]
-    expected[LAYER, :, TRASH_PAGE] = 0  # every offset: 12, 13, 14 and 15 are those of a page
+    expected[LAYER, :, TRASH_PAGE] = 0  # at every offset: those of 12, 13, 14 and 15
     np.testing.assert_array_equal(write(pages, positions, k, v, np.ones((2, 3), bool)), expected)
 
 

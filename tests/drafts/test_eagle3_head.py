@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoint.eagle3_files import open_head
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import EMBEDDING, eagle3_tensor_shapes
+from jaxspec.drafts.eagle3_head import head_axes
 from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
 from jaxspec.llm import TAIL_AXES
 from jaxspec.mesh import PP, MeshShape, gather, make_mesh, rank
@@ -203,9 +204,23 @@ def test_the_embedding_and_the_output_of_both_stages_can_be_taps(relay):
 def test_a_head_may_borrow_both_ends_of_its_target(mesh):
     whole = fitted("full_vocab", WholeTaps)
     config = dataclasses.replace(whole.config, has_embedding=False, has_head=False)
-    tensors = {name: array for name, array in read_all(whole).items() if name not in (EMBEDDING, HEAD)}
+    tensors = whole.files.read(list(eagle3_tensor_shapes(config)))
+    assert not {EMBEDDING, HEAD} & set(tensors)
     check(dataclasses.replace(whole, config=config, files=FileReader(tensors)), "full_vocab", mesh, "spread")
 
 
-def read_all(drafter: Eagle3) -> dict[str, np.ndarray]:
-    return dict(drafter.files.read(list(eagle3_tensor_shapes(drafter.config))))
+@pytest.mark.parametrize(
+    ("mesh", "placement", "devices"),
+    [
+        (ONE, "spread", 1),
+        (MeshShape(2, 2, 1), "last", 2),
+        (MeshShape(2, 1, 2), "spread", 2),  # four would be more than there are heads
+        (MeshShape(1, 3, 1), "last", 1),
+        (MeshShape(2, 3, 1), "spread", 2),
+    ],
+    ids=str,
+)
+def test_its_two_key_heads_are_split_over_as_many_devices_as_divide_them(mesh, placement, devices):
+    drafter = fitted("plain", WholeTaps)
+    layout = DecoderLayout(target_of(drafter), mesh, TAIL_AXES[placement], np.dtype("float32"))
+    assert mesh.axis_size(head_axes(drafter.config, layout)) == devices

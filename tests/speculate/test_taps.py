@@ -33,12 +33,12 @@ def test_a_tap_on_a_border_is_the_last_output_of_the_earlier_stage():
     assert tap_places((9, 17, 27), SPLIT) == ((1, 0), (2, 0), (3, 0))
 
 
-def test_only_the_embedding_is_what_enters_a_stage():
+def test_every_tap_of_a_model_has_one_place_for_every_split():
     for stages in (1, 2, 3, 4):
         for cuts in itertools.combinations(range(1, 7), stages - 1):
             ends = (0, *cuts, 7)
             sizes = tuple(end - start for start, end in itertools.pairwise(ends))
-            # Every layer of every stage is the place of one tap, in the model's order.
+            # The embedding enters the first stage; every layer of every stage gives one tap, in the model's order.
             layers = [(stage, slot) for stage, size in enumerate(sizes) for slot in range(size)]
             assert tap_places(range(8), sizes) == ((0, -1), *layers)
 
