@@ -69,9 +69,9 @@ class SlotTable:
 
 
 def select_rows(condition: Bool[Array, "B"], yes, no):
-    """Row by row one of two tables (or parts of them)."""
+    """Row by row one of two tables (or parts of them); `yes` may be one row for all."""
 
     def pick(a: Array, b: Array) -> Array:
-        return jnp.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+        return jnp.where(condition.reshape(-1, *(1,) * (b.ndim - 1)), a, b)
 
     return jax.tree.map(pick, yes, no)

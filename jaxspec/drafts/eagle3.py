@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
@@ -26,9 +27,8 @@ from jaxspec.drafts.eagle3_config import Eagle3Config, eagle3_tensor_shapes, rea
 from jaxspec.drafts.eagle3_head import Eagle3Head, head_axes, pack_head
 from jaxspec.drafts.growth import Candidates, Level, grow
 from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
-from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
 from jaxspec.errors import UserError
-from jaxspec.mesh import AxisNames, publish, split
+from jaxspec.mesh import publish, split
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.sampling import draft_scores, split_top_k
@@ -51,7 +51,6 @@ class Eagle3(Drafter):
 
     config: Eagle3Config
     files: TensorReader
-    relay: type[WholeTaps] | type[ProjectedTaps] = WholeTaps
     default_tree = "chain:4"
 
     @classmethod
@@ -119,11 +118,11 @@ class Eagle3(Drafter):
     # Weights and state
 
     def abstract_weights(self, layout: DecoderLayout) -> Any:
-        return _abstract(self.config, layout, self.relay)[1]
+        return _abstract(self.config, layout)[1]
 
     def restore(self, layout: DecoderLayout, mesh: Mesh) -> Any:
         names = list(eagle3_tensor_shapes(self.config))
-        packed = pack_head(self.config, layout, self.relay, self.files.read(names))
+        packed = pack_head(self.config, layout, self.files.read(names))
         state = self.abstract_weights(layout)
         specs = nnx.to_pure_dict(nnx.get_partition_spec(state))
 
@@ -143,19 +142,10 @@ class Eagle3(Drafter):
     def state_specs(self, layout: DecoderLayout) -> Any:
         return split(None, None, None, None, head_axes(self.config, layout))
 
-    # Taps
-
-    def feature_width(self, layout: DecoderLayout) -> int:
-        return self.relay.width(self.config, layout) if self.config.taps else 0
-
     @property
-    def feature_axes(self) -> AxisNames:
-        return self.relay.axes
-
-    def observe(self, weights: Any, layout: DecoderLayout, features: Array, layer: int, x: Array) -> Array:
-        taps = self._head(weights, layout).taps
-        assert taps is not None
-        return taps.observe(features, layer, x)
+    def taps(self) -> tuple[int, ...]:
+        assert self.config.taps is not None, "`fit` says which"
+        return self.config.taps
 
     # Drafting
 
@@ -176,15 +166,13 @@ class Eagle3(Drafter):
         return DraftTree(tokens, parents), pages
 
     def _head(self, weights: Any, layout: DecoderLayout) -> Eagle3Head:
-        return nnx.merge(_abstract(self.config, layout, self.relay)[0], weights)
+        return nnx.merge(_abstract(self.config, layout)[0], weights)
 
 
 @functools.cache
-def _abstract(
-    config: Eagle3Config, layout: DecoderLayout, relay: type[WholeTaps] | type[ProjectedTaps]
-) -> tuple[Any, Any]:
+def _abstract(config: Eagle3Config, layout: DecoderLayout) -> tuple[Any, Any]:
     with nnx.use_eager_sharding(False):
-        return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, layout, relay)))
+        return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, layout)))
 
 
 type LayerKV = tuple[tuple[Float[Array, "B N K D"], Float[Array, "B N K D"]], ...]
@@ -210,24 +198,21 @@ def extend(head: Eagle3Head, context: DraftContext, pages: DraftPages) -> tuple[
     Returns:
       The output at each slot's last row, position `length - 1`, and the pages with the new rows.
     """
-    b, a = context.path.shape
-    rows = TrueRows(context, jnp.arange(a) < context.count[:, None])
+    rows = TrueRows(context, jnp.arange(context.path.shape[1]) < context.count[:, None])
     # A head without taps takes the target's final states instead.
-    features = context.hidden if context.features is None else context.features
-    parts = [jnp.take_along_axis(features, context.path[..., None], axis=1).reshape(b * a, -1)]
+    taps = context.hidden[:, :, None] if context.taps is None else context.taps
+    parts = [lax.collapse(jnp.take_along_axis(taps, context.path[..., None, None], axis=1), 0, 2)]
     tokens, positions = [context.emitted.reshape(-1)], [rows.positions.reshape(-1)]
     if context.lane is not None:
-        chunk = context.lane_hidden if context.lane_features is None else context.lane_features
-        assert chunk is not None
+        assert context.lane_hidden is not None
         step = jnp.arange(len(context.lane.tokens))
         is_last = step == context.lane.length - 1
-        parts.append(chunk)
+        parts.append(context.lane_hidden[:, None] if context.lane_taps is None else context.lane_taps)
         tokens.append(jnp.where(is_last, context.lane.next_token, jnp.roll(context.lane.tokens, -1)))
         positions.append(context.lane.start + step)
-    taken = jnp.concatenate(parts)
-    projected = taken if head.taps is None else head.taps.project(taken)
+    features = head.features(jnp.concatenate(parts))
     embedded = head.embed(jnp.concatenate(tokens), context.target)
-    return head.rows(projected, embedded, jnp.concatenate(positions), rows.attend, pages)
+    return head.rows(features, embedded, jnp.concatenate(positions), rows.attend, pages)
 
 
 @dataclasses.dataclass(frozen=True)

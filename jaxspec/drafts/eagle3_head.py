@@ -13,9 +13,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.eagle3_config import DRAFT_TO_TARGET, EMBEDDING, FINAL_NORM, Eagle3Config
-from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
-from jaxspec.mesh import AxisNames, rank
+from jaxspec.drafts.eagle3_config import (
+    DRAFT_TO_TARGET,
+    EMBEDDING,
+    FC,
+    FC_BIAS,
+    FC_INPUT_NORM,
+    FINAL_NORM,
+    Eagle3Config,
+    tap_norm,
+)
+from jaxspec.mesh import AxisNames, gather, rank
 from jaxspec.models.decoder import (
     Decoder,
     DecoderLayer,
@@ -37,14 +45,22 @@ type Attend[Cache] = Callable[
 
 class Eagle3Head(nnx.Module):
     """Attributes:
-    taps: the projection of what the head reads of the target; None where it takes the features as they are.
     target_ids: the target's token of each of this device's rows of `head`, ascending.
     """
 
-    def __init__(self, config: Eagle3Config, target: DecoderLayout, relay: type[WholeTaps] | type[ProjectedTaps]):
+    def __init__(self, config: Eagle3Config, target: DecoderLayout):
         width, dtype = config.layer.hidden_size, target.dtype
+        inputs = config.num_taps * config.target_hidden_size
         self.config, self.target = config, target
-        self.taps = relay(config, target) if config.has_fc else None
+        if config.has_fc:
+            columns = round_up(width, target.mesh.axis_size(target.tail_axes))
+            self.fc = parameter((inputs, columns), P(None, target.tail_axes), dtype)
+        if config.fc_bias:
+            self.fc_bias = parameter((width,), P(), dtype)
+        if config.norm_before_fc:
+            self.input_norm = parameter((inputs,), P(), dtype)
+        if config.fc_norm:
+            self.tap_norms = parameter((config.num_taps, config.target_hidden_size), P(), dtype)
         self.hidden_norm = parameter((width,), P(), dtype)
         self.layers = nnx.List([DecoderLayer(layout) for layout in layer_layouts(config, target)])
         self.norm = parameter((width,), P(), dtype)
@@ -60,6 +76,20 @@ class Eagle3Head(nnx.Module):
             return target.embed(tokens)
         return self.embedding[...][jnp.maximum(tokens, 0)]
 
+    def features(self, taps: Float[Array, "N taps E"]) -> Float[Array, "N H"]:
+        """What true rows start from: all taps of the target, projected to the width of the head."""
+        config, eps = self.config, self.config.layer.norm_eps
+        joined = taps.reshape(len(taps), -1)
+        if config.norm_before_fc:
+            joined = rms_norm(joined, self.input_norm[...], eps)
+        if config.fc_norm:
+            joined = rms_norm(taps, self.tap_norms[...], eps).reshape(len(taps), -1)
+        if not config.has_fc:
+            return joined
+        columns = gather(joined @ self.fc[...], self.target.tail_axes)
+        projected = jnp.moveaxis(columns, 0, 1).reshape(len(taps), -1)[:, : config.layer.hidden_size]
+        return projected + self.fc_bias[...] if config.fc_bias else projected
+
     def rows[Cache](
         self,
         features: Float[Array, "N H"],
@@ -71,7 +101,7 @@ class Eagle3Head(nnx.Module):
         """Outputs before the final norm.
 
         Args:
-          features: projected taps of true rows, `recycled` outputs for rows of drafted tokens.
+          features: of true rows as `features` gives them, `recycled` outputs for rows of drafted tokens.
           embedded: of the token that follows each row's position.
           positions: of the features.
           attend: may let fewer rows go on than it gets, in the last layer.
@@ -137,12 +167,7 @@ def layer_layouts(config: Eagle3Config, target: DecoderLayout) -> list[LayerLayo
     ]
 
 
-def pack_head(
-    config: Eagle3Config,
-    target: DecoderLayout,
-    relay: type[WholeTaps] | type[ProjectedTaps],
-    canonical: Mapping[str, np.ndarray],
-) -> dict[str, Any]:
+def pack_head(config: Eagle3Config, target: DecoderLayout, canonical: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """All arrays of a head, by the names of its attributes, from its canonical tensors."""
     layers = {
         index: {
@@ -159,7 +184,14 @@ def pack_head(
         "norm": canonical[FINAL_NORM],
     }
     if config.has_fc:
-        packed["taps"] = relay.pack(config, target, dict(canonical))
+        columns = round_up(config.layer.hidden_size, target.mesh.axis_size(target.tail_axes))
+        packed["fc"] = pad_axis(canonical[FC].T, 1, columns)
+    if config.fc_bias:
+        packed["fc_bias"] = canonical[FC_BIAS]
+    if config.norm_before_fc:
+        packed["input_norm"] = canonical[FC_INPUT_NORM]
+    if config.fc_norm:
+        packed["tap_norms"] = np.stack([canonical[tap_norm(part)] for part in range(config.num_taps)])
     if config.has_embedding:
         packed["embedding"] = canonical[EMBEDDING]
     if config.has_head:

@@ -39,11 +39,11 @@ class DraftContext:
       emitted: the target's tokens after those nodes, so `emitted[count - 1]` is `root`, and row j of the path stands
         at position `length - count + j`.
       hidden: the target's states at the nodes of that tree after the final norm.
-      features: what the drafter's `observe` gathered of those nodes; None where it gathers nothing.
+      taps: the residual streams of those nodes that the drafter reads, in ascending order; None where it reads none.
       history, page_table: tokens at all positions up to `length`; pages of each slot, also for the draft's own KV.
       is_greedy: static; no slot samples.
-      lane, lane_hidden, lane_features: the prompt chunk that leaves with the group, and the states and features of its
-        rows; None where there is none. Its rows extend the draft's KV too.
+      lane, lane_hidden, lane_taps: the prompt chunk that leaves with the group, and the states and taps of its rows;
+        None where there is none. Its rows extend the draft's KV too.
       target: for its embedding and head; call it with `tail_axes`.
     """
 
@@ -53,14 +53,14 @@ class DraftContext:
     count: Int[Array, "B"]
     emitted: Int[Array, "B A"]
     hidden: Float[Array, "B T E"]
-    features: Float[Array, "B T F"] | None
+    taps: Float[Array, "B T taps E"] | None
     history: History
     page_table: Int[Array, "B M"]
     sampling: SamplingRows
     is_greedy: bool
     lane: LaneRows | None
     lane_hidden: Float[Array, "C E"] | None
-    lane_features: Float[Array, "C F"] | None
+    lane_taps: Float[Array, "C taps E"] | None
     target: Decoder
     tail_axes: AxisNames
 
@@ -121,20 +121,7 @@ class Drafter:
 
     # Taps
 
-    def feature_width(self, layout: DecoderLayout) -> int:
-        """F, what a row gathers on its way, over all devices of `feature_axes` together; 0 where it reads no taps."""
-        return 0
-
     @property
-    def feature_axes(self) -> AxisNames:
-        """Axes over which the features of a row are split."""
+    def taps(self) -> tuple[int, ...]:
+        """What it reads inside the target, as ascending R indices: i is the residual stream after i layers."""
         return ()
-
-    def observe(
-        self, weights: Any, layout: DecoderLayout, features: Float[Array, "N F"], layer: int, x: Float[Array, "N E"]
-    ) -> Float[Array, "N F"]:
-        """The features after layer slot `layer` of a stage (-1: before the first), whose output is `x`.
-
-        Every stage runs the same code: what only one of them is to do is masked. Features are zero where rows enter.
-        """
-        raise NotImplementedError

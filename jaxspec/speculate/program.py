@@ -98,7 +98,7 @@ def build_step(
                 has_commands=tick < spec.pp,
                 lane=chunk_at(tick),
             )
-            state, leaving = advance(spec, target, draft_weights, state, tick, entry)
+            state, leaving = advance(spec, target, state, tick, entry)
             return tail(state, leaving, tick)
 
         def one_group_round(state: StepState, round_: Array) -> tuple[StepState, Array]:
@@ -109,7 +109,7 @@ def build_step(
                     has_commands=round_ == 0,
                     lane=chunk_at(round_),
                 )
-                return advance(spec, target, draft_weights, carry[0], tick, entry)
+                return advance(spec, target, carry[0], tick, entry)
 
             before = Leaving(*jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk)))
             state, leaving = lax.fori_loop(0, spec.pp, relay, (state, before))

@@ -61,29 +61,22 @@ class StepSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """What rows carry from stage to stage: the residual stream, and the features that the drafter has gathered.
+    """What rows carry from stage to stage: the residual stream, and the taps that stages have passed so far.
 
-    Features are None for a drafter that gathers none: XLA:CPU has crashed on arrays of width 0.
+    There are no taps (None) for a drafter that reads none: XLA:CPU has crashed on arrays of size 0.
     """
 
     hidden: Float[Array, "*R E"]
-    features: Float[Array, "*R F"] | None
+    taps: Float[Array, "*R taps E"] | None
 
     @staticmethod
     def empty(spec: StepSpec, *rows: int) -> "Streams":
         """Global arrays."""
-        layout, width = spec.layout, spec.drafter.feature_width(spec.layout)
+        width, dtype, count = spec.layout.config.hidden_size, spec.layout.dtype, len(spec.drafter.taps)
         return Streams(
-            hidden=jnp.zeros((*rows, layout.config.hidden_size), layout.dtype),
-            features=jnp.zeros((*rows, width), layout.dtype) if width else None,
+            hidden=jnp.zeros((*rows, width), dtype),
+            taps=jnp.zeros((*rows, count, width), dtype) if count else None,
         )
-
-    @staticmethod
-    def specs(spec: StepSpec, rows: int) -> "Streams":
-        """How they are split where the first of so many row axes is the stage."""
-        has_features = spec.drafter.feature_width(spec.layout) > 0
-        features = split(PP, *(None,) * (rows - 1), spec.drafter.feature_axes) if has_features else None
-        return Streams(hidden=split(PP), features=features)
 
     def to_next_stage(self, stages: int) -> "Streams":
         return self._across(lambda rows: to_next_stage(rows, stages))
@@ -93,10 +86,10 @@ class Streams:
 
     def _across(self, collective: Callable[[Array], Array]) -> "Streams":
         """Both as one array: a collective costs the same whether it is small or very small."""
-        if self.features is None:
+        if self.taps is None:
             return Streams(collective(self.hidden), None)
-        joined = collective(jnp.concatenate([self.hidden, self.features], axis=-1))
-        return Streams(*jnp.split(joined, [self.hidden.shape[-1]], axis=-1))
+        joined = collective(jnp.concatenate([self.hidden[..., None, :], self.taps], axis=-2))
+        return Streams(joined[..., 0, :], joined[..., 1:, :])
 
 
 @jax.tree_util.register_dataclass
@@ -164,8 +157,6 @@ class StepState:
             cache=TargetCache.specs(),
             history=split(),
             slots=split(),
-            ring=Ring(
-                trees=Streams.specs(spec, rows=3), chunk=Streams.specs(spec, rows=2), group=split(), lanes=split()
-            ),
+            ring=Ring(trees=split(PP), chunk=split(PP), group=split(), lanes=split()),
             draft=spec.drafter.state_specs(spec.layout),
         )

@@ -78,11 +78,9 @@ def finish(
             chunk = chunk.from_last_stage(spec.pp)
         is_activated = (first_slot + jnp.arange(batch) == lane.slot) & (lane.length > 0) & is_occupied
         last = jnp.maximum(lane.length - 1, 0)
-        trees = jax.tree.map(
-            lambda nodes, rows: nodes.at[:, 0].set(jnp.where(is_activated[:, None], rows[last], nodes[:, 0])),
-            trees,
-            chunk,
-        )
+        roots, last_row = jax.tree.map(lambda nodes: nodes[:, 0], trees), jax.tree.map(lambda rows: rows[last], chunk)
+        roots = select_rows(is_activated, last_row, roots)
+        trees = jax.tree.map(lambda nodes, root: nodes.at[:, 0].set(root), trees, roots)
 
     final = target.final_hidden(trees.hidden)
     # A prompt's last token stands one position before `length`; its row takes the root's place.
@@ -112,14 +110,14 @@ def finish(
             count=verdict.kept,
             emitted=verdict.emitted,
             hidden=final,
-            features=trees.features,
+            taps=trees.taps,
             history=tokens,
             page_table=rows.page_table,
             sampling=rows.sampling,
             is_greedy=is_greedy,
             lane=lane,
             lane_hidden=target.final_hidden(chunk.hidden) if has_lane else None,
-            lane_features=chunk.features if has_lane else None,
+            lane_taps=chunk.taps if has_lane else None,
             target=target,
             tail_axes=tail_axes,
         ),

@@ -7,7 +7,12 @@ the output of its layer i - 1, so a tap on the border of two stages belongs to t
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from jaxspec.errors import UserError
+from jaxspec.mesh import PP, rank
+from jaxspec.models.decoder import DecoderLayout, Observe
 
 
 def tap_places(taps: Sequence[int], stage_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -20,6 +25,21 @@ def tap_places(taps: Sequence[int], stage_sizes: Sequence[int]) -> tuple[tuple[i
     ends = [sum(stage_sizes[: stage + 1]) for stage in range(len(stage_sizes))]
     stages = [next(stage for stage, end in enumerate(ends) if tap <= end) for tap in taps]
     return tuple((stage, tap - 1 - ends[stage] + stage_sizes[stage]) for tap, stage in zip(taps, stages, strict=True))
+
+
+def tap_observer(taps: Sequence[int], layout: DecoderLayout) -> Observe[Float[Array, "N taps E"] | None]:
+    """Puts each tap into its slot at the stage and the layer that compute it; the other stages keep what they have."""
+    places = tap_places(taps, layout.stage_sizes)
+
+    def observe(kept: Array | None, layer: int, x: Array) -> Array | None:
+        for slot, (stage, after) in enumerate(places):
+            if after == layer:
+                assert kept is not None
+                is_here = layout.mesh.pp == 1 or rank((PP,)) == stage
+                kept = kept.at[:, slot].set(jnp.where(is_here, x, kept[:, slot]))
+        return kept
+
+    return observe
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:

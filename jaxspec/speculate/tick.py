@@ -5,12 +5,11 @@ of an empty place, pages of another rank) is masked, never branched around.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
@@ -20,6 +19,7 @@ from jaxspec.speculate.attention import VisitAttention
 from jaxspec.speculate.commands import SlotCommands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState, Streams
+from jaxspec.speculate.taps import tap_observer
 from jaxspec.speculate.trees import depths
 
 ROW_MULTIPLE = 8  # products of fewer rows are no faster, and one row is slower
@@ -51,7 +51,7 @@ class Leaving:
 
 
 def advance(
-    spec: StepSpec, target: Decoder, draft_weights: Any, state: StepState, tick: Int[Array, ""], entry: Entry
+    spec: StepSpec, target: Decoder, state: StepState, tick: Int[Array, ""], entry: Entry
 ) -> tuple[StepState, Leaving]:
     """Entry, commit, layers and relay of one tick."""
     batch = state.ring.trees.hidden.shape[1]
@@ -65,22 +65,17 @@ def advance(
 
     arrived = jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk))
     positions = rows.length[:, None] + depths(rows.ancestors)
-    parts, part_positions = [_entering(target, rows.tokens, arrived[0])], [positions]
+    parts, part_positions = [_entering(target, rows.tokens, arrived[0])], [positions.reshape(-1)]
     lane = None
     if entry.lane is not None:
         lane = state.ring.lanes.at(place)
         parts.append(_entering(target, lane.tokens, arrived[1]))
         part_positions.append(lane.start + jnp.arange(spec.chunk))
     attend = VisitAttention(spec.geometry, first_slot, is_occupied, rows.length, rows.page_table, rows.ancestors, lane)
-    batched = jax.tree.map(lambda *xs: _as_rows(*xs, axes=1), *parts)
-
-    def observe(features: Array | None, layer: int, x: Array) -> Array | None:
-        return features if features is None else spec.drafter.observe(draft_weights, spec.layout, features, layer, x)
-
-    x, cache, features = target.stage(
-        batched.hidden, _as_rows(*part_positions, axes=0), attend, cache, observe, batched.features
-    )
-    passed, nodes = Streams(x, features), positions.size
+    batched = jax.tree.map(_as_rows, *parts)
+    observe = tap_observer(spec.drafter.taps, spec.layout)
+    x, cache, taps = target.stage(batched.hidden, _as_rows(*part_positions), attend, cache, observe, batched.taps)
+    passed, nodes = Streams(x, taps), positions.size
     trees = jax.tree.map(lambda new, old: new[:nodes].reshape(old.shape), passed, arrived[0])
     chunk = arrived[1]
     ring = dataclasses.replace(state.ring, trees=_add_axis(trees.to_next_stage(spec.pp)))
@@ -115,18 +110,16 @@ def commit(
 
 
 def _entering(target: Decoder, tokens: Int[Array, "*R"], arrived: Streams) -> Streams:
-    """What this stage works on: embeddings on the first one, else what the stage before has sent."""
-    is_first = rank((PP,)) == 0
-    return Streams(
-        hidden=jnp.where(is_first, target.embed(tokens), arrived.hidden),
-        features=arrived.features if arrived.features is None else jnp.where(is_first, 0, arrived.features),
-    )
+    """The rows that this stage works on: embeddings on the first one, else what the stage before has sent."""
+    hidden = jnp.where(rank((PP,)) == 0, target.embed(tokens), arrived.hidden)
+    row_axes = hidden.ndim - 1
+    return jax.tree.map(lambda x: lax.collapse(x, 0, row_axes), dataclasses.replace(arrived, hidden=hidden))
 
 
-def _as_rows(*parts: Array, axes: int) -> Array:
-    """One batch of rows (all but the last `axes` axes), padded for the matrix products."""
-    flat = jnp.concatenate([lax.collapse(part, 0, part.ndim - axes) for part in parts])
-    return jnp.pad(flat, ((0, -len(flat) % ROW_MULTIPLE), *((0, 0),) * axes))
+def _as_rows(*parts: Shaped[Array, "_ *S"]) -> Shaped[Array, "N *S"]:
+    """One batch of rows, padded for the matrix products."""
+    rows = jnp.concatenate(parts)
+    return jnp.pad(rows, ((0, -len(rows) % ROW_MULTIPLE), *((0, 0),) * (rows.ndim - 1)))
 
 
 def _add_axis(streams: Streams) -> Streams:

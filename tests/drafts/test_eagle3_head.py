@@ -22,14 +22,13 @@ from jaxspec.checkpoint.eagle3_files import open_head
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import EMBEDDING, eagle3_tensor_shapes
 from jaxspec.drafts.eagle3_head import head_axes
-from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
 from jaxspec.llm import TAIL_AXES
-from jaxspec.mesh import PP, MeshShape, gather, make_mesh, rank
+from jaxspec.mesh import PP, MeshShape, gather, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout, pad_axis
 from jaxspec.models.tensors import HEAD
 from jaxspec.speculate.state import Streams
-from jaxspec.speculate.taps import tap_places
+from jaxspec.speculate.taps import tap_observer, tap_places
 from pallas_kernels.tree_attention import masked_attention
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
@@ -38,7 +37,6 @@ TARGET_LAYERS = 8
 STEPS = 3
 # Largest difference of an output, which reach 17, or of a logit.
 TOLERANCE = 3e-5
-RELAYS = [WholeTaps, ProjectedTaps]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +54,9 @@ class Ends:
 
 
 @functools.cache
-def fitted(case: str, relay: type, taps: tuple[int, ...] | None = None) -> Eagle3:
+def fitted(case: str, taps: tuple[int, ...] | None = None) -> Eagle3:
     opened = Eagle3.open(FIXTURES / case)
-    return dataclasses.replace(opened, relay=relay).fit(target_of(opened), taps)
+    return opened.fit(target_of(opened), taps)
 
 
 def target_of(drafter: Eagle3) -> ModelConfig:
@@ -103,18 +101,18 @@ def residual_streams(drafter: Eagle3, layout: DecoderLayout, taps: np.ndarray) -
     return streams
 
 
-def gathered_on_the_way(drafter: Eagle3, layout: DecoderLayout, weights: Any, streams: jax.Array) -> jax.Array:
-    """The features of rows that have passed all stages, where the tail runs; `streams` are this stage's."""
-    stages, n = layout.mesh.pp, streams.shape[1]
-    width = drafter.feature_width(layout) // layout.mesh.axis_size(drafter.feature_axes)
-    arriving = Streams(streams[-1], jnp.full((n, width), 9.0))
+def gathered_on_the_way(drafter: Eagle3, layout: DecoderLayout, streams: jax.Array) -> jax.Array:
+    """The taps of rows that have passed all stages, where the tail runs; `streams` are this stage's."""
+    stages, (n, width) = layout.mesh.pp, streams.shape[1:]
+    observe = tap_observer(drafter.taps, layout)
+    arriving = Streams(streams[-1], jnp.full((n, len(drafter.taps), width), 9.0))
     for _ in range(stages):
-        features = jnp.where(rank((PP,)) == 0, 0, arriving.features)
+        taps = arriving.taps
         for slot, x in enumerate(streams, start=-1):
-            features = drafter.observe(weights, layout, features, slot, x)
-        leaving = Streams(streams[-1], features)
+            taps = observe(taps, slot, x)
+        leaving = Streams(streams[-1], taps)
         arriving = leaving.to_next_stage(stages)
-    return (leaving.from_last_stage(stages) if PP in layout.tail_axes else leaving).features
+    return (leaving.from_last_stage(stages) if PP in layout.tail_axes else leaving).taps
 
 
 def sees_true_rows_and_its_own(cache, layer, residual, q, k, v):
@@ -135,7 +133,7 @@ def run_steps(drafter: Eagle3, layout: DecoderLayout, ends: Ends, taps: np.ndarr
 
     def steps(weights, embedding, output_head, streams):
         head, target = drafter._head(weights, layout), Ends(embedding, output_head)
-        x, cache, results = head.taps.project(gathered_on_the_way(drafter, layout, weights, streams[0])), {}, []
+        x, cache, results = head.features(gathered_on_the_way(drafter, layout, streams[0])), {}, []
         for step in range(STEPS):
             embedded, positions = head.embed(tokens[step], target), jnp.arange(len(x)) + step
             outputs, cache = head.rows(x, embedded, positions, sees_true_rows_and_its_own, cache)
@@ -173,13 +171,11 @@ def check(drafter: Eagle3, like: str, mesh: MeshShape, placement: str) -> None:
         np.testing.assert_array_equal(ids[:size], np.arange(size) + offsets)
 
 
-@pytest.mark.parametrize("relay", RELAYS)
 @pytest.mark.parametrize("case", sorted(path.name for path in FIXTURES.iterdir()))
-def test_three_steps_of_a_head_equal_those_of_speculators(case, relay):
-    check(fitted(case, relay), "plain" if case in SAME_AS_PLAIN else case, ONE, "last")
+def test_three_steps_of_a_head_equal_those_of_speculators(case):
+    check(fitted(case), "plain" if case in SAME_AS_PLAIN else case, ONE, "last")
 
 
-@pytest.mark.parametrize("relay", RELAYS)
 @pytest.mark.parametrize(
     ("case", "mesh", "placement"),
     [
@@ -191,18 +187,17 @@ def test_three_steps_of_a_head_equal_those_of_speculators(case, relay):
     ],
     ids=str,
 )
-def test_a_head_is_the_same_on_every_mesh(case, mesh, placement, relay):
-    check(fitted(case, relay), case, mesh, placement)
+def test_a_head_is_the_same_on_every_mesh(case, mesh, placement):
+    check(fitted(case), case, mesh, placement)
 
 
-@pytest.mark.parametrize("relay", RELAYS)
-def test_the_embedding_and_the_output_of_both_stages_can_be_taps(relay):
-    check(fitted("before_fc", relay, (0, 4, 8)), "before_fc", MeshShape(2, 1, 2), "last")
+def test_the_embedding_and_the_output_of_both_stages_can_be_taps():
+    check(fitted("before_fc", (0, 4, 8)), "before_fc", MeshShape(2, 1, 2), "last")
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(1, 1, 1), MeshShape(3, 1, 1)], ids=str)
 def test_a_head_may_borrow_both_ends_of_its_target(mesh):
-    whole = fitted("full_vocab", WholeTaps)
+    whole = fitted("full_vocab")
     config = dataclasses.replace(whole.config, has_embedding=False, has_head=False)
     tensors = whole.files.read(list(eagle3_tensor_shapes(config)))
     assert not {EMBEDDING, HEAD} & set(tensors)
@@ -221,6 +216,6 @@ def test_a_head_may_borrow_both_ends_of_its_target(mesh):
     ids=str,
 )
 def test_its_two_key_heads_are_split_over_as_many_devices_as_divide_them(mesh, placement, devices):
-    drafter = fitted("plain", WholeTaps)
+    drafter = fitted("plain")
     layout = DecoderLayout(target_of(drafter), mesh, TAIL_AXES[placement], np.dtype("float32"))
     assert mesh.axis_size(head_axes(drafter.config, layout)) == devices

@@ -71,7 +71,7 @@ def _teacher_forced(built, name, mesh, tokens, prefix):
         commands = Commands.blank(spec.num_slots, spec.stop_ids, spec.pages_per_slot, 0, spec.chunk).slots
         entry = Entry(jnp.int32(0), jax.tree.map(jnp.asarray, commands), jnp.bool_(False), lane)
         with jax.default_matmul_precision("highest"):
-            state, leaving = advance(spec, model, (), state, jnp.int32(0), entry)
+            state, leaving = advance(spec, model, state, jnp.int32(0), entry)
             hidden = leaving.trees.hidden[0] if lane is None else leaving.chunk.hidden
             return state, model.logits(model.final_hidden(hidden))
 

@@ -28,7 +28,6 @@ from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
-from jaxspec.drafts.tap_relay import ProjectedTaps, WholeTaps
 from jaxspec.engine.engine import Engine
 from jaxspec.llm import DTYPES, TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
@@ -39,7 +38,6 @@ from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
 
-RELAYS = {"whole": WholeTaps, "projected": ProjectedTaps}
 SHAPES = {
     "smollm2-135m": dict(
         vocab_size=49152,
@@ -67,7 +65,6 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=["1,1,1"])
     parser.add_argument("--draft", choices=["ngram", "eagle3"], default="ngram", help="of trees other than none")
     parser.add_argument("--trees", nargs="+", default=["none", "chain:4"])
-    parser.add_argument("--relays", nargs="+", choices=RELAYS, default=["whole"], help="how taps travel")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--placements", nargs="+", choices=TAIL_AXES, default=["last"], help="where there are stages")
@@ -80,7 +77,7 @@ def main() -> None:
 
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
-    print("mesh | tail | relay | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True)
+    print("mesh | tail | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True)
     rows = []
     for mesh in options.meshes:
         shape = MeshShape.parse(mesh)
@@ -89,8 +86,8 @@ def main() -> None:
             layout = DecoderLayout(config, shape, TAIL_AXES[placement], DTYPES[options.dtype])
             graph, state = abstract_decoder(layout)
             weights = random_weights(state, layout)
-            for relay, tree, batch in itertools.product(options.relays, options.trees, options.batch):
-                row = measure(options, layout, graph, weights, placement, relay, tree, batch, rate)
+            for tree, batch in itertools.product(options.trees, options.batch):
+                row = measure(options, layout, graph, weights, placement, tree, batch, rate)
                 rows.append(row)
                 print(" | ".join(str(value) for value in row.values()), flush=True)
     if options.output:
@@ -115,7 +112,7 @@ def random_weights(state, layout: DecoderLayout):
     return jax.jit(draw, out_shardings=shardings)(jax.random.key(0))
 
 
-def random_head(target: ModelConfig, relay: str) -> Drafter:
+def random_head(target: ModelConfig) -> Drafter:
     """An EAGLE-3 head as they are published for such a target: one layer, and 32,000 tokens of its own."""
     config = Eagle3Config(
         layer=dataclasses.replace(target, num_layers=1, tie_embeddings=False),
@@ -132,13 +129,13 @@ def random_head(target: ModelConfig, relay: str) -> Drafter:
         has_embedding=False,
         has_head=True,
     )
-    return Eagle3(config, files=None, relay=RELAYS[relay]).fit(target)
+    return Eagle3(config, files=None).fit(target)
 
 
-def measure(options, layout, graph, weights, placement, relay, tree, batch, rate) -> dict[str, object]:
+def measure(options, layout, graph, weights, placement, tree, batch, rate) -> dict[str, object]:
     mesh, page_size = layout.mesh, 64 * layout.mesh.dcp
     name = "none" if tree == "none" else options.draft
-    drafter = random_head(layout.config, relay) if name == "eagle3" else find_drafter(name)
+    drafter = random_head(layout.config) if name == "eagle3" else find_drafter(name)
     draft_weights = random_weights(state, layout) if (state := drafter.abstract_weights(layout)) else ()
     pages = -(-options.context // page_size)
     spec = StepSpec(
@@ -165,7 +162,6 @@ def measure(options, layout, graph, weights, placement, relay, tree, batch, rate
     return {
         "mesh": str(mesh),
         "tail": placement,
-        "relay": relay,
         "batch": batch,
         "tree": tree,
         "ms/round": round(milliseconds, 3),
