@@ -1,4 +1,4 @@
-"""`jaxspec generate` and `jaxspec convert`."""
+"""The `jaxspec` command: `generate`, `convert` and `bench`."""
 
 import argparse
 import json
@@ -13,7 +13,8 @@ import jax
 from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
-from jaxspec.llm import DTYPES, TAIL_AXES, check_at_least, check_options
+from jaxspec.evaluate import command as bench_acceptance
+from jaxspec.llm import ATTENTION, DTYPES, TAIL_AXES, check_at_least, check_options
 from jaxspec.mesh import make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.tokenizer import Tokenizer
@@ -75,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (default: %(default)s)")
     add("--tail-placement", help=f"{' or '.join(TAIL_AXES)}; the default measures both on GPUs")
+    add(
+        "--attention",
+        choices=ATTENTION,
+        default="reference",
+        help="of decoding: plain JAX (reference), the kernel for Hopper GPUs (pallas), or that where it can be had "
+        "(auto) (default: %(default)s)",
+    )
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens generated at most (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -91,12 +99,23 @@ def _parser() -> argparse.ArgumentParser:
     to_orbax.set_defaults(run=_convert)
     to_orbax.add_argument("src", metavar="SRC", type=Path, help="a .gguf file, or the directory of a model or a head")
     to_orbax.add_argument("dst", metavar="DST", type=Path, help="a new directory")
+
+    bench = commands.add_parser("bench", help="measure drafts on a set of prompts")
+    benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    on_prompts = benchmarks.add_parser("acceptance", help="how much of what is drafted is accepted, and how fast it is")
+    on_prompts.set_defaults(run=_bench_acceptance)
+    bench_acceptance.add_options(on_prompts)
     return parser
 
 
 def _convert(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # it only writes files: no GPU needs to be taken
     convert(options.src, options.dst)
+
+
+def _bench_acceptance(options: argparse.Namespace) -> None:
+    _keep_compiled_programs()
+    bench_acceptance.run(options)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -122,6 +141,7 @@ def _generate(options: argparse.Namespace) -> None:
         tree=options.tree,
         dtype=options.dtype,
         tail_placement=options.tail_placement,
+        attention=options.attention,
         draft_taps=draft_taps,
         max_num_seqs=1,
         max_model_len=_context_for(options),

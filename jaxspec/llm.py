@@ -25,6 +25,7 @@ from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
 from jaxspec.progress import peak_host_memory, progress_bar
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculate.attention import PALLAS, REFERENCE, choose_attention
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
@@ -32,6 +33,7 @@ from jaxspec.tokenizer import Tokenizer
 
 TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
 DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(jax.numpy.bfloat16)}
+ATTENTION = ("auto", REFERENCE, PALLAS)
 _PAGE_TOKENS_PER_RANK = 64
 _LONGEST_DEFAULT_CONTEXT = 4096
 
@@ -52,6 +54,8 @@ class LLM:
         `dynamic:steps=3,topk=4,nodes=16`; None takes the drafter's own default.
       dtype: "auto" (bfloat16 on GPUs, float32 on CPUs), "float32" or "bfloat16".
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
+      attention: of decoding: "reference" in plain JAX, "pallas" by the kernel for Hopper GPUs (on a CPU it is
+        simulated, one device only), "auto" by the kernel where there is such a GPU and it takes the model's shapes.
       draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
         the tool that made the head counts. None takes those that its files name, else (2, n // 2, n - 3) of n layers.
       max_num_seqs: sequences that decode at once; more wait their turn.
@@ -75,6 +79,7 @@ class LLM:
         dtype: str = "auto",
         tail_placement: str | None = None,
         *,
+        attention: str = REFERENCE,
         draft_taps: Sequence[int] | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
@@ -87,6 +92,7 @@ class LLM:
     ):
         self._report = report or (lambda line: None)
         drafter, tree_spec = check_options(draft, tree, dtype, tail_placement, draft_taps)
+        _check_choice("attention", attention, ATTENTION)
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_model_len", max_model_len, 1),
@@ -118,8 +124,12 @@ class LLM:
             raise UserError(f"max_model_len={length} must be at most the model's {self.config.max_positions}")
 
         slots_per_group, pages_per_slot = -(-max_num_seqs // pp), geometry.pages_for(length)
+        layout = DecoderLayout(self.config, self.mesh_shape, MODEL_AXES, DTYPES[self.dtype])
+        device = self._mesh.devices.flat[0]
+        self.attention, reason = choose_attention(attention, device, layout, tree_spec.num_nodes, geometry)
+        self._report(f"attention of decoding: {self.attention} ({reason})")
         self._spec = StepSpec(
-            layout=DecoderLayout(self.config, self.mesh_shape, MODEL_AXES, DTYPES[self.dtype]),
+            layout=layout,
             drafter=drafter.fit(self.config, draft_taps),
             tree=tree_spec,
             geometry=geometry,
@@ -128,6 +138,7 @@ class LLM:
             slots_per_group=slots_per_group,
             chunk=min(chunk_size, length),
             rounds=rounds_per_dispatch or (4 if is_gpu else 1),
+            attention=self.attention,
         )
         if tail_placement is None and pp > 1 and is_gpu:
             self.tail_placement, self.engine = self._faster_placement()

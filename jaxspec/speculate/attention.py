@@ -7,18 +7,62 @@ rank). The parts are joined by their log-sum-exp.
 """
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
+from jaxspec.errors import UserError
 from jaxspec.mesh import DCP, exchange, rank
+from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.chunk_prefill import causal_attention
-from pallas_kernels.context_decode import context_decode
+from pallas_kernels.context_decode import context_decode, kernel, plan
 from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
+
+REFERENCE, PALLAS = "reference", "pallas"
+_HOPPER = "9.0"
+
+
+def choose_attention(
+    wanted: str, device: jax.Device, layout: DecoderLayout, nodes: int, geometry: PageGeometry
+) -> tuple[str, str]:
+    """Which attention decoding takes, `REFERENCE` or `PALLAS`, and why.
+
+    Args:
+      wanted: one of these, or "auto": the kernel on Hopper GPUs for all that it takes.
+      device: one of the mesh.
+      nodes: T.
+
+    Raises:
+      UserError: the kernel is wanted where it can't be had.
+    """
+    broken = plan.unsupported(
+        dtype=layout.dtype,
+        tokens=nodes,
+        heads=layout.heads.query_heads,
+        kv_heads=layout.heads.kv_heads,
+        head_dim=layout.config.head_dim,
+        page_size=geometry.local_size,
+    )
+    is_hopper = getattr(device, "compute_capability", None) == _HOPPER
+    if wanted == REFERENCE:
+        return REFERENCE, "as asked for"
+    if wanted == PALLAS:
+        if device.platform == "cpu" and layout.mesh.size > 1:
+            broken = broken or f"mesh {layout.mesh} is simulated, but the kernel can be simulated on one device only"
+        elif device.platform != "cpu" and not is_hopper:
+            broken = broken or f"the kernel runs on Hopper GPUs, not on {device.device_kind}"
+        if broken:
+            raise UserError(f"attention 'pallas': {broken}; use attention 'reference' or 'auto'")
+        return PALLAS, "simulated on the CPU: right results, very slow" if device.platform == "cpu" else "as asked for"
+    if not is_hopper:
+        return REFERENCE, "the kernel runs on Hopper GPUs"
+    return (REFERENCE, broken) if broken else (PALLAS, "Hopper")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +74,7 @@ class VisitAttention:
       is_occupied: a group is there at all; else nothing may be kept of its rows.
       lengths, page_table, ancestors: of the group's slots.
       lane: the chunk, or None in a program without a lane.
+      attention: `PALLAS` takes the kernel for the trees; the chunk has the reference.
     """
 
     geometry: PageGeometry
@@ -39,6 +84,7 @@ class VisitAttention:
     page_table: Int[Array, "B M"]
     ancestors: UInt32[Array, "B T 2"]
     lane: LaneRows | None
+    attention: str = REFERENCE
 
     def __call__(
         self,
@@ -70,23 +116,36 @@ class VisitAttention:
         )
 
     def _trees(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
-        prefix = self._prefix(cache, layer, q, self.page_table, self.lengths)
+        decode = context_decode
+        if self.attention == PALLAS:
+            if self.geometry.dcp == 1:
+                prefix = (cache.pages[0], layer, self.page_table, self.lengths)
+                return kernel.tree_decode(q, *prefix, k, v, self.ancestors, scale=_scale(q))[0]
+            decode = kernel.context_decode
+        parts = self._prefix(decode, cache, layer, q, self.page_table, self.lengths)
         own_q, own_k, own_v = self._own_heads(q, k, v)
-        among = tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q))
-        return _join(prefix, among)
+        return _join(parts, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
 
     def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
         assert self.lane is not None
-        output, lse = self._prefix(cache, layer, q[None], self.lane.page_row[None], self.lane.start[None])
+        output, lse = self._prefix(
+            context_decode, cache, layer, q[None], self.lane.page_row[None], self.lane.start[None]
+        )
         among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
         return _join((output[0], lse[0]), among)
 
     def _prefix(
-        self, cache: TargetCache, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
+        self,
+        decode: Callable[..., tuple[Array, Array]],
+        cache: TargetCache,
+        layer: int,
+        q: Float[Array, "B T H D"],
+        page_table: Array,
+        lengths: Array,
     ) -> tuple[Float[Array, "B T own_H D"], Float[Array, "B T own_H"]]:
         """Attention over all tokens in pages, for this rank's own heads."""
         local = self.geometry.local_length(lengths, rank((DCP,)))
-        output, lse = context_decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q))
+        output, lse = decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q))
         ranks = self.geometry.dcp
         if ranks == 1:
             return output, lse

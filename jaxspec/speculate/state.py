@@ -31,6 +31,7 @@ class StepSpec:
       chunk: C, prompt tokens a lane chunk may have.
       rounds: rounds of a dispatch.
       stop_ids: E, stop ids a request may have.
+      attention: "pallas" decodes with the kernel, "reference" in plain JAX.
     """
 
     layout: DecoderLayout
@@ -43,6 +44,7 @@ class StepSpec:
     chunk: int
     rounds: int
     stop_ids: int = 16
+    attention: str = "reference"
 
     @property
     def pp(self) -> int:

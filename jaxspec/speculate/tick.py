@@ -71,7 +71,16 @@ def advance(
         lane = state.ring.lanes.at(place)
         parts.append(_entering(target, lane.tokens, arrived[1]))
         part_positions.append(lane.start + jnp.arange(spec.chunk))
-    attend = VisitAttention(spec.geometry, first_slot, is_occupied, rows.length, rows.page_table, rows.ancestors, lane)
+    attend = VisitAttention(
+        geometry=spec.geometry,
+        first_slot=first_slot,
+        is_occupied=is_occupied,
+        lengths=rows.length,
+        page_table=rows.page_table,
+        ancestors=rows.ancestors,
+        lane=lane,
+        attention=spec.attention,
+    )
     batched = jax.tree.map(_as_rows, *parts)
     observe = tap_observer(spec.drafter.taps, spec.layout)
     x, cache, taps = target.stage(batched.hidden, _as_rows(*part_positions), attend, cache, observe, batched.taps)

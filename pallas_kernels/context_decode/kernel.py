@@ -1,0 +1,352 @@
+"""Decode attention over pages, and over a tree after them, as one Mosaic GPU kernel for Hopper.
+
+It computes what `reference.py` does and, with a tree, its merge with `tree_attention`. All query rows that share a KV
+head are one operand of the tensor cores: T tokens times the group's heads. Keys are cut into tiles of 64 tokens, tiles
+into contiguous splits, so that there are blocks for every multiprocessor; the partial results are merged by their
+log-sum-exp. The tree is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
+from pallas_kernels.context_decode.reference import NO_KEYS
+from pallas_kernels.lse_merge import merge
+
+_LOG2_E = math.log2(math.e)
+_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+
+
+def context_decode(
+    q: Float[Array, "B T H D"],
+    pages: Float[Array, "L 2 P S K D"],
+    layer: int,
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    plan: Plan | None = None,
+    interpret: bool | plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Every query attends to the first `lengths[b]` tokens of its sequence that are on this device.
+
+    Args:
+      q, pages, layer, page_table, lengths, scale: as of the reference; `pages` is read in place.
+      plan: how to cut the work; None takes what should be fastest.
+      interpret: simulate the kernel on the CPU; None does where that is the default backend.
+
+    Returns:
+      Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 without keys.
+
+    Raises:
+      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+    """
+    return _decode(q, pages, layer, page_table, lengths, None, scale, plan, interpret)
+
+
+def tree_decode(
+    q: Float[Array, "B T H D"],
+    pages: Float[Array, "L 2 P S K D"],
+    layer: int,
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    tree_k: Float[Array, "B T K D"],
+    tree_v: Float[Array, "B T K D"],
+    ancestors: UInt32[Array, "B T 2"],
+    *,
+    scale: float,
+    plan: Plan | None = None,
+    interpret: bool | plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """`context_decode` in which every query, a node of a tree, also attends to its ancestors and itself.
+
+    Args:
+      tree_k, tree_v: of the T nodes.
+      ancestors: bit n % 32 of word n // 32 of row t is set where node t sees node n, itself included.
+
+    Returns:
+      Float32 output of one softmax over prefix and tree, and its log-sum-exp.
+
+    Raises:
+      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+    """
+    return _decode(q, pages, layer, page_table, lengths, (tree_k, tree_v, ancestors), scale, plan, interpret)
+
+
+def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
+    b, t, h, d = q.shape
+    page_size, kv_heads = pages.shape[3:5]
+    group = h // kv_heads
+    broken = unsupported(
+        dtype=pages.dtype, tokens=t, heads=h, kv_heads=kv_heads, head_dim=d, page_size=page_size
+    ) or _inconsistent(q, pages, tree, scale)
+    if broken:
+        raise ValueError(f"{broken}; use the reference (attention='reference') for this")
+    if interpret is None:
+        interpret = jax.default_backend() == "cpu"
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams()
+
+    tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
+    plan = plan or Plan.of(b, t * group, kv_heads, d, tiles)
+    grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
+    padded = _pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
+    operands = [padded, pages.reshape(-1, *pages.shape[3:]), page_table.astype(jnp.int32), lengths.astype(jnp.int32)]
+    if tree is not None:
+        k, v, ancestors = tree
+        operands += [_tree_tiles(k, v), _row_bits(ancestors, group, plan)]
+    output, lse = _call(plan, operands, layer * 2 * pages.shape[2], pages.shape[2], scale, interpret or None)
+    lse = lse[..., : plan.rows]
+    if plan.splits == 1:
+        output, lse = output[:, :, 0], lse[:, :, 0]
+    else:
+        output, lse = merge(jnp.moveaxis(output, 2, 0), jnp.moveaxis(lse, 2, 0))
+    output = output.reshape(b, kv_heads, -1, d)[:, :, : t * group].reshape(b, kv_heads, t, group, d)
+    lse = lse.reshape(b, kv_heads, -1)[:, :, : t * group].reshape(b, kv_heads, t, group)
+    return output.swapaxes(1, 2).reshape(b, t, h, d), lse.swapaxes(1, 2).reshape(b, t, h)
+
+
+def _inconsistent(q, pages, tree, scale) -> str | None:
+    if not scale > 0:
+        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    for name, x in [("q", q)] + ([("tree_k", tree[0]), ("tree_v", tree[1])] if tree else []):
+        if x.dtype != pages.dtype:
+            return f"{name} is {x.dtype.name} and the cache {pages.dtype.name}: both must be the same"
+    return None
+
+
+def _tree_tiles(k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]) -> Float[Array, "2 B K T8 D"]:
+    """T is rounded up to 8, the rows of a tile in shared memory."""
+    return _pad(jnp.stack([k, v]).swapaxes(2, 3), 3, round_up(k.shape[1], 8))
+
+
+def _row_bits(ancestors: UInt32[Array, "B T 2"], group: int, plan: Plan) -> Int[Array, "B 2 row_tiles 64"]:
+    """The ancestor words of each query row; a node's heads are consecutive rows."""
+    words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), group, axis=2)
+    tiles = _pad(words, 2, plan.row_tiles * plan.rows).reshape(*words.shape[:2], plan.row_tiles, plan.rows)
+    return _pad(tiles, 3, TILE)
+
+
+def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: float, interpret):
+    """Partial outputs f32[B, K, splits, row_tiles, rows, D] and log-sum-exps f32[B, K, splits, row_tiles, 64]."""
+    q, pages, page_table, _, *tree = operands
+    b, kv_heads, row_tiles, rows, d = q.shape
+    page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
+    part = min(page_size, TILE)  # tokens that one copy brings
+    parts, tiles_per_page = TILE // part, page_size // part
+    splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
+    to_log2 = scale * _LOG2_E
+
+    def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
+        tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
+        o_ref, lse_ref, q_s, k_s, v_s, p_s, o_s, lse_s, q_in, k_in, v_in, tree_in, k_free, v_free, clean = others
+        sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
+        me = lax.axis_index("warpgroup")
+        row_tile = lax.axis_index("rows") * warpgroups + me
+        q_s, p_s, o_s, lse_s = (ref.at[me] for ref in (q_s, p_s, o_s, lse_s))
+
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile], q_s.at[pl.ds(0, rows)], q_in.at[me])
+        length = lengths_ref[sequence]
+        full, prefix = lax.div(length, TILE), pl.cdiv(length, TILE)
+        total = prefix + 1 if tree else prefix
+        per_split = pl.cdiv(total, splits)
+        start = jnp.minimum(split * per_split, total)
+        end = jnp.minimum(start + per_split, total)
+
+        def pages_of(tile):
+            """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
+            slots = (lax.div(tile, tiles_per_page) * parts + j for j in range(parts))
+            return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
+
+        def fetch(tile, slot, where, kind, into, arrived):
+            """Keys (kind 0) or values (1) of a tile."""
+
+            @pl.when(tile < prefix)
+            def _():
+                offset = lax.rem(tile, tiles_per_page) * part
+                for j, page in enumerate(where):
+                    source = pages_ref.at[first_page + kind * num_pages + page, pl.ds(offset, part), head]
+                    plgpu.copy_gmem_to_smem(source, into.at[slot, pl.ds(j * part, part)], arrived.at[slot])
+
+            if tree:
+
+                @pl.when(tile == prefix)
+                def _():
+                    target = into.at[slot, pl.ds(0, tree_ref.shape[3])]
+                    plgpu.copy_gmem_to_smem(tree_ref.at[kind, sequence, head], target, tree_in.at[kind])
+
+        @pl.when(me == 0)
+        def _():
+            for i in range(stages):
+
+                @pl.when(start + i < end)
+                def _(i=i):
+                    where = pages_of(start + i)
+                    fetch(start + i, i, where, 0, k_s, k_in)
+                    fetch(start + i, i, where, 1, v_s, v_in)
+
+        plgpu.barrier_wait(q_in.at[me])
+
+        def slot_of(tile):
+            return lax.rem(tile - start, stages)
+
+        def refill(tile, where, kind, into, arrived, free):
+            """Once no warpgroup reads the slot any more, the tile that comes next there."""
+
+            @pl.when(tile + stages < end)
+            def _():
+                plgpu.barrier_arrive(free.at[slot_of(tile)])
+
+                @pl.when(me == 0)
+                def _():
+                    plgpu.barrier_wait(free.at[slot_of(tile)])
+                    fetch(tile + stages, slot_of(tile), where, kind, into, arrived)
+
+        def soften(scores, carry, is_visible=None):
+            """One step of the running softmax: weights into shared memory, and the carry rescaled."""
+            acc, top, total = carry
+            if is_visible is not None:
+                scores = jnp.where(is_visible, scores, NO_KEYS)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
+            if is_visible is not None:
+                weights = jnp.where(is_visible, weights, 0.0)
+            rescale = jnp.exp2((top - new_top) * to_log2)
+            p_s[...] = weights.astype(q.dtype)
+            plgpu.commit_smem()
+            return acc * _over(rescale, d), new_top, total * rescale + weights.sum(axis=1)
+
+        def add_values(slot, carry):
+            acc, top, total = carry
+            return acc + _dot(p_s, v_s.at[slot], d), top, total
+
+        def whole_tile(tile, carry):
+            *carry, where = carry
+            slot = slot_of(tile)
+            plgpu.barrier_wait(k_in.at[slot])
+            scores = _dot(q_s, k_s.at[slot].T, TILE)
+            refill(tile, where, 0, k_s, k_in, k_free)
+            carry = soften(scores, carry)
+            plgpu.barrier_wait(v_in.at[slot])
+            carry = add_values(slot, carry)
+            refill(tile, where, 1, v_s, v_in, v_free)
+            return *carry, pages_of(tile + stages + 1)
+
+        def masked_tile(tile, carry):
+            """The last tile of the prefix, where it is partial, or the tree; both are within the last two."""
+            slot, is_tree = slot_of(tile), tile == prefix
+            count = jnp.where(is_tree, tree_ref.shape[3], length - tile * TILE) if tree else length - tile * TILE
+            for kind, arrived in enumerate((k_in, v_in)):
+
+                @pl.when(tile < prefix)
+                def _(arrived=arrived):
+                    plgpu.barrier_wait(arrived.at[slot])
+
+                if tree:
+
+                    @pl.when(is_tree)
+                    def _(kind=kind):
+                        plgpu.barrier_wait(tree_in.at[kind])
+
+            # A weight of 0 would let a NaN through that an earlier owner left in the page.
+            @pl.when(me == 0)
+            def _():
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
+                values = plgpu.load(v_s.at[slot], layout=_MATRIX)
+                v_s.at[slot][...] = jnp.where(token < count, values, jnp.zeros_like(values))
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(clean)
+            plgpu.barrier_wait(clean)
+            token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
+            is_visible = token < count
+            if tree:
+                low, high = (
+                    _over(plgpu.load(bits_ref.at[sequence, word, row_tile], layout=_ROW, optimized=False), TILE)
+                    for word in (0, 1)
+                )
+                bit = jnp.right_shift(jnp.where(token < 32, low, high), token & 31) & 1
+                is_visible = is_visible & ((bit == 1) | (tile < prefix))
+            return add_values(slot, soften(_dot(q_s, k_s.at[slot].T, TILE), carry, is_visible))
+
+        empty = _full((TILE, d), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        whole_end = jnp.clip(full, start, end)
+        *carry, _ = lax.fori_loop(start, whole_end, whole_tile, (*empty, pages_of(start + stages)))
+        acc, top, total_weight = lax.fori_loop(whole_end, end, masked_tile, tuple(carry))
+
+        has_keys = total_weight > 0
+        divisor = jnp.where(has_keys, total_weight, 1.0)
+        acc = acc / _over(divisor, d)
+        here = (sequence, head, split, row_tile)
+        lse_s[...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+        # In parts of 64 columns: a whole row's staging would cost the second block its place on a multiprocessor.
+        for column in range(0, d, 64):
+            o_s[...] = acc[:, column : column + 64]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, rows)], o_ref.at[*here, :, pl.ds(column, 64)])
+            if column == 0:
+                plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[here])
+            plgpu.wait_smem_to_gmem(0)
+
+    def operand(*shape):
+        """As wgmma reads it from shared memory."""
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    barrier = plgpu.Barrier
+    return plgpu.kernel(
+        body,
+        grid=(b, kv_heads, splits, row_tiles // warpgroups),
+        grid_names=("sequence", "head", "split", "rows"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        interpret=interpret,
+        out_type=(
+            jax.ShapeDtypeStruct((b, kv_heads, splits, row_tiles, rows, d), jnp.float32),
+            jax.ShapeDtypeStruct((b, kv_heads, splits, row_tiles, TILE), jnp.float32),
+        ),
+        scratch_types=(
+            operand(warpgroups, TILE, d),
+            operand(stages, TILE, d),
+            operand(stages, TILE, d),
+            operand(warpgroups, TILE, TILE),
+            plgpu.SMEM((warpgroups, TILE, 64), jnp.float32),
+            plgpu.SMEM((warpgroups, TILE), jnp.float32),
+            barrier(num_barriers=warpgroups),
+            barrier(num_arrivals=parts, num_barriers=stages),
+            barrier(num_arrivals=parts, num_barriers=stages),
+            barrier(num_barriers=2),
+            barrier(num_arrivals=warpgroups, num_barriers=stages),
+            barrier(num_arrivals=warpgroups, num_barriers=stages),
+            barrier(num_arrivals=warpgroups),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*operands)
+
+
+def _dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
+    """Operands in shared memory: the form that the interpreter runs too."""
+
+    def run(acc):
+        plgpu.wgmma(acc, lhs, rhs)
+        return acc[...]  # waits for the product
+
+    return pl.run_scoped(run, plgpu.ACC((TILE, width), jnp.float32))
+
+
+def _over(rows: Array, width: int) -> Array:
+    return lax.broadcast_in_dim(rows, (TILE, width), [0])
+
+
+def _full(shape: tuple[int, ...], value: float, layout) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _pad(x: Array, axis: int, size: int) -> Array:
+    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])

@@ -1,0 +1,76 @@
+"""What the kernel takes, and how it cuts the work."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+TILE = 64  # tokens; also the query rows of one wgmma, and the ancestor bits of a node
+HEAD_DIMS = (64, 128)
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+MAX_TOKENS, MAX_GROUP = 64, 16
+_MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+def unsupported(*, dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, page_size: int) -> str | None:
+    """Why the kernel does not take these, as the rule that they break, or None where it does.
+
+    Args:
+      dtype: of queries and cache.
+      tokens: T.
+      page_size: tokens of a page on this device.
+    """
+    if jnp.dtype(dtype) not in DTYPES:
+        return f"dtype={jnp.dtype(dtype).name} must be bfloat16 or float16, which the tensor cores multiply"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim} must be one of {HEAD_DIMS}"
+    if not 1 <= tokens <= MAX_TOKENS:
+        return f"{tokens} query tokens must be 1 to {MAX_TOKENS}, as many as there are ancestor bits"
+    if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
+        return f"{heads} query heads must be 1 to {MAX_GROUP} times the {kv_heads} KV heads"
+    if page_size % 8 or (page_size % TILE and TILE % page_size):
+        return f"pages of {page_size} tokens on a device must have 8, 16, 32 or a multiple of {TILE}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the work is cut.
+
+    Attributes:
+      rows: query rows of a warpgroup that count, a multiple of 8; it multiplies 64.
+      row_tiles: such sets of rows; a block's warpgroups take one each and share the keys.
+      warpgroups: of a block.
+      splits: parts of the keys.
+      stages: tiles of keys and values in shared memory; all but the one in use are on their way.
+    """
+
+    rows: int
+    row_tiles: int
+    warpgroups: int
+    splits: int
+    stages: int
+
+    @staticmethod
+    def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int) -> "Plan":
+        """For so many query rows of a KV head over at most `tiles` tiles of keys."""
+        warpgroups = 1 if rows <= TILE else 2
+        row_tiles = warpgroups * -(-rows // (TILE * warpgroups))
+        # With one warpgroup, two blocks share a multiprocessor: one multiplies while the other waits.
+        slots = _MULTIPROCESSORS * (2 if warpgroups == 1 else 1)
+        blocks = batch * kv_heads * row_tiles // warpgroups
+        overhead = 3  # what a block costs beside its tiles: first fetch, and its share of the merge
+
+        def cost(splits: int) -> int:
+            return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead)
+
+        return Plan(
+            rows=round_up(-(-rows // row_tiles), 8),
+            row_tiles=row_tiles,
+            warpgroups=warpgroups,
+            splits=min(range(1, max(1, min(tiles, slots)) + 1), key=cost),
+            stages=(2 if warpgroups == 1 else 4) * 128 // head_dim,
+        )
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,364 @@
+"""The Mosaic kernel against the plain-JAX parts that it fuses: in interpret mode, races looked for.
+
+On a Hopper GPU the same tests run the kernel itself:
+
+    JAX_PLATFORMS=cuda python -m pytest -n 0 tests/kernels/test_context_decode_kernel.py
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache.paged import TargetCache
+from jaxspec.cache.pages import PageGeometry
+from jaxspec.errors import UserError
+from jaxspec.mesh import MODEL_AXES, MeshShape, make_mesh
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import DecoderLayout
+from jaxspec.speculate.attention import VisitAttention, choose_attention
+from jaxspec.speculate.lane import LaneRows
+from pallas_kernels.context_decode import context_decode as decode_reference
+from pallas_kernels.context_decode.kernel import context_decode, tree_decode
+from pallas_kernels.context_decode.plan import Plan, unsupported
+from pallas_kernels.lse_merge import merge
+from pallas_kernels.tree_attention import tree_attention
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+LAYERS, LAYER = 2, 1
+# Empty, one token, and both sides of every boundary of a page of 16 and a tile of 64 that matters, up to full.
+BOUNDARIES = (0, 1, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 319, 320)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch of one sequence for each length; `plan` replaces parts of the default one."""
+
+    tokens: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    lengths: tuple[int, ...]
+    dtype: str = "bfloat16"
+    plan: tuple[tuple[str, int], ...] = ()
+    pages_per_sequence: int = 0
+    has_tree: bool = True
+
+    def how(self) -> Plan:
+        tiles = -(-self.table_width * self.page_size // 64) + self.has_tree
+        plan = Plan.of(len(self.lengths), self.tokens * self.group, self.kv_heads, self.head_dim, tiles)
+        return dataclasses.replace(plan, **dict(self.plan))
+
+    @property
+    def table_width(self) -> int:
+        return self.pages_per_sequence or max(1, -(-max(self.lengths) // self.page_size))
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def draw(self, poison: float = np.nan) -> dict[str, jax.Array]:
+        """Random inputs, shuffled pages; `poison` wherever no sequence has a token, the trash page included."""
+        random = np.random.default_rng(self.tokens)
+        batch, width = len(self.lengths), self.table_width
+        table = random.permutation(np.arange(1, 1 + batch * width)).reshape(batch, width)
+        shape = (LAYERS, 2, 1 + batch * width, self.page_size, self.kv_heads, self.head_dim)
+        pages = np.full(shape, poison, np.float32)
+        for owned, length in zip(table, self.lengths, strict=True):
+            for m in range(-(-length // self.page_size)):
+                rows = min(self.page_size, length - m * self.page_size)
+                pages[LAYER, :, owned[m], :rows] = random.standard_normal((2, rows, *shape[4:]))
+        is_granted = np.arange(width) * self.page_size < np.array(self.lengths)[:, None]
+        q = random.standard_normal((batch, self.tokens, self.kv_heads * self.group, self.head_dim))
+        tree_k, tree_v = random.standard_normal((2, batch, self.tokens, self.kv_heads, self.head_dim))
+        arrays = dict(q=q, pages=pages, tree_k=tree_k, tree_v=tree_v)
+        return {name: jnp.asarray(x, self.dtype) for name, x in arrays.items()} | dict(
+            page_table=jnp.asarray(np.where(is_granted, table, 0), jnp.int32),
+            lengths=jnp.asarray(self.lengths, jnp.int32),
+            ancestors=jnp.asarray(random_ancestors(random, batch, self.tokens)),
+        )
+
+    def run(self, x: dict[str, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+        prefix = (x["q"], x["pages"], LAYER, x["page_table"], x["lengths"])
+        interpret = INTERPRET if jax.default_backend() == "cpu" else False
+        options = dict(scale=self.scale, plan=self.how(), interpret=interpret)
+        if self.has_tree:
+            output, lse = tree_decode(*prefix, x["tree_k"], x["tree_v"], x["ancestors"], **options)
+        else:
+            output, lse = context_decode(*prefix, **options)
+        return np.asarray(output), np.asarray(lse)
+
+    @jax.default_matmul_precision("highest")
+    def reference(self, x: dict[str, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+        x = x | {name: x[name].astype(jnp.float32) for name in ("q", "pages", "tree_k", "tree_v")}
+        parts = [decode_reference(x["q"], x["pages"], LAYER, x["page_table"], x["lengths"], scale=self.scale)]
+        if self.has_tree:
+            parts.append(tree_attention(x["q"], x["tree_k"], x["tree_v"], x["ancestors"], scale=self.scale))
+        output, lse = merge(*(jnp.stack(each) for each in zip(*parts, strict=True)))
+        return np.asarray(output), np.asarray(lse)
+
+
+def random_ancestors(random: np.random.Generator, batch: int, nodes: int) -> np.ndarray:
+    """Ancestor bits of random trees."""
+    words = np.zeros((batch, nodes, 2), np.uint32)
+    for b in range(batch):
+        for node in range(nodes):
+            if node:
+                words[b, node] = words[b, random.integers(node)]
+            words[b, node, node // 32] |= np.uint32(1 << node % 32)
+    return words
+
+
+CASES = {
+    # Four KV tiles a split at most, and fewer tiles of memory than that: slots are used again.
+    "tree_of_8": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 1), ("stages", 2))),
+    "tree_of_8_in_splits": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
+    "prefix_only": Case(3, 1, 2, 64, 32, (0, 1, 64, 95, 160), plan=(("splits", 2),), has_tree=False),
+    "one_token": Case(1, 3, 2, 128, 64, (0, 200)),
+    "two_words_of_bits": Case(64, 1, 1, 64, 64, (0, 70), plan=(("splits", 1),)),
+    "two_warpgroups": Case(
+        40, 3, 1, 128, 128, (1, 330), dtype="float16", plan=(("splits", 1), ("stages", 2)), pages_per_sequence=4
+    ),
+    "several_row_blocks": Case(20, 16, 1, 64, 64, (65,), plan=(("splits", 2),)),
+}
+
+
+@functools.cache
+def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    return case.run(case.draw(poison=np.nan))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, capfd):
+    output, lse = poisoned_run(case)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    clean = case.draw(poison=0.0)
+    expected, expected_lse = case.reference(clean)
+    # A weight is rounded to 8 bits in bfloat16, by 2^-9 of itself at most; float16 has three bits more.
+    largest = max(float(jnp.max(jnp.abs(clean[name]))) for name in ("pages", "tree_v"))
+    np.testing.assert_allclose(output, expected, atol=2**-9 * largest)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-6)
+
+
+def test_without_keys_the_output_is_zero_with_a_finite_log_sum_exp():
+    output, lse = poisoned_run(CASES["prefix_only"])
+    assert CASES["prefix_only"].lengths[0] == 0
+    assert np.all(output[0] == 0)
+    assert np.all(lse[0] == np.float32(-1e30))
+
+
+def test_huge_values_in_unused_rows_do_not_change_a_bit():
+    case = CASES["one_token"]
+    for got, expected in zip(case.run(case.draw(poison=1e4)), poisoned_run(case), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_siblings_do_not_see_each_other():
+    #     0
+    #    / \
+    #   1   2     and 3 below 1, 4 below 2
+    case = Case(5, 2, 1, 64, 64, (3, 3))
+    x = case.draw()
+    x = {name: value if name in ("pages", "page_table") else value.at[1].set(value[0]) for name, value in x.items()}
+    x["page_table"] = x["page_table"].at[1].set(x["page_table"][0])
+    sees = jnp.array([[0b1, 0], [0b11, 0], [0b101, 0], [0b1011, 0], [0b10101, 0]], jnp.uint32)
+    x["ancestors"] = jnp.stack([sees, sees])
+    x["tree_k"], x["tree_v"] = x["tree_k"].at[1, 2].set(1e3), x["tree_v"].at[1, 2].set(1e3)
+    (before, after), _ = case.run(x)
+    np.testing.assert_array_equal(before[[0, 1, 3]], after[[0, 1, 3]])
+    assert np.all(np.any(before[[2, 4]] != after[[2, 4]], axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (dict(head_dim=32), "head_dim=32 must be one of"),
+        (dict(dtype="float32"), "dtype=float32 must be bfloat16 or float16"),
+        (dict(tokens=65), "65 query tokens must be 1 to 64"),
+        (dict(heads=17), "17 query heads must be 1 to 16 times the 1 KV heads"),
+        (dict(page_size=24), "pages of 24 tokens"),
+        (dict(page_size=4), "pages of 4 tokens"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(change, rule):
+    sizes = dict(tokens=1, heads=1, head_dim=64, page_size=16, dtype="bfloat16") | change
+    q = jnp.zeros((1, sizes["tokens"], sizes["heads"], sizes["head_dim"]), sizes["dtype"])
+    pages = jnp.zeros((1, 2, 2, sizes["page_size"], 1, sizes["head_dim"]), sizes["dtype"])
+    with pytest.raises(ValueError, match=rule) as raised:
+        context_decode(q, pages, 0, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=1.0)
+    assert "use the reference" in str(raised.value)
+
+
+def test_queries_and_cache_of_different_types_are_refused():
+    q, pages = jnp.zeros((1, 1, 1, 64), jnp.float16), jnp.zeros((1, 2, 2, 16, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="q is float16 and the cache bfloat16: both must be the same"):
+        context_decode(q, pages, 0, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "splits"), [(1, 64, 1), (1, 1024, 16), (8, 8192, 4), (1, 131072, 33), (32, 2048, 1)]
+)
+def test_splits_fill_the_multiprocessors_in_as_few_waves_as_they_can(batch, context, splits):
+    assert Plan.of(batch, rows=32, kv_heads=8, head_dim=128, tiles=context // 64).splits == splits
+
+
+@pytest.mark.parametrize("has_lane", [False, True], ids=["trees", "trees_and_chunk"])
+def test_a_visit_with_the_kernel_is_a_visit_with_the_reference(has_lane):
+    batch, nodes, chunk, kv_heads, group, head_dim, page_size = 2, 3, 4, 1, 2, 64, 16
+    random = np.random.default_rng(5)
+    rows = batch * nodes + has_lane * chunk + 2
+    q = random.standard_normal((rows, kv_heads * group, head_dim))
+    k, v = random.standard_normal((2, rows, kv_heads, head_dim))
+    cache = TargetCache(
+        jnp.asarray(random.standard_normal((1, LAYERS, 2, 7, page_size, kv_heads, head_dim)), jnp.bfloat16),
+        jnp.zeros((1, LAYERS, 2, batch, nodes, kv_heads, head_dim), jnp.bfloat16),
+    )
+    lane = LaneRows(
+        tokens=np.zeros(chunk, np.int32),
+        start=np.int32(14),
+        length=np.int32(chunk),
+        next_token=np.int32(0),
+        slot=np.int32(-1),
+        page_row=np.array([5, 6], np.int32),
+    )
+    ancestors = np.tile(np.array([[0b1, 0], [0b11, 0], [0b101, 0]], np.uint32), (batch, 1, 1))
+
+    def visit(attention):
+        def body(cache, q, k, v, lane):
+            return VisitAttention(
+                geometry=PageGeometry(page_size, 1),
+                first_slot=jnp.int32(0),
+                is_occupied=jnp.bool(True),
+                lengths=jnp.array([0, 17]),
+                page_table=jnp.array([[0, 0], [3, 1]]),
+                ancestors=jnp.asarray(ancestors),
+                lane=lane if has_lane else None,
+                attention=attention,
+            )(cache, LAYER, q, k, v)
+
+        mesh = make_mesh(MeshShape(1, 1, 1))
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.jit(mapped)(cache, *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), lane)
+
+    expected, expected_cache = visit("reference")
+    actual, actual_cache = visit("pallas")
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), atol=2**-6)
+    for a, b in zip(jax.tree.leaves(actual_cache), jax.tree.leaves(expected_cache), strict=True):
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
+AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+def choose(wanted, device, *, head_dim=64, dtype="bfloat16", mesh=(1, 1, 1), page_size=64):
+    config = ModelConfig(
+        family="llama",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=head_dim,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        max_positions=64,
+    )
+    shape = MeshShape(*mesh)
+    layout = DecoderLayout(config, shape, MODEL_AXES, jnp.dtype(dtype))
+    return choose_attention(wanted, device, layout, nodes=5, geometry=PageGeometry(page_size, shape.dcp))
+
+
+def test_auto_is_the_kernel_on_hopper_for_what_it_takes_and_else_the_reference_with_the_reason():
+    assert choose("auto", HOPPER)[0] == "pallas"
+    assert choose("auto", HOPPER, mesh=(2, 2, 2))[0] == "pallas"
+    assert choose("auto", HOPPER, dtype="float32") == ("reference", unsupported_reason(dtype="float32"))
+    assert choose("auto", HOPPER, head_dim=32) == ("reference", unsupported_reason(head_dim=32))
+    assert choose("auto", HOPPER, mesh=(1, 1, 2), page_size=48) == ("reference", unsupported_reason(page_size=24))
+    assert choose("auto", AMPERE)[0] == choose("auto", CPU)[0] == "reference"
+    assert choose("reference", HOPPER)[0] == "reference"
+
+
+def unsupported_reason(**change) -> str | None:
+    return unsupported(**(dict(dtype="bfloat16", tokens=5, heads=9, kv_heads=3, head_dim=64, page_size=64) | change))
+
+
+def test_a_kernel_that_cannot_be_had_is_refused_with_the_rule_and_the_remedy():
+    assert choose("pallas", CPU)[0] == choose("pallas", HOPPER)[0] == "pallas"
+    for options, rule in [
+        (dict(device=AMPERE), "runs on Hopper GPUs, not on NVIDIA A100"),
+        (dict(device=CPU, mesh=(1, 1, 2), page_size=128), "simulated on one device only"),
+        (dict(device=HOPPER, dtype="float32"), "must be bfloat16 or float16"),
+    ]:
+        with pytest.raises(UserError, match=rule) as raised:
+            choose("pallas", **options)
+        assert "use attention 'reference' or 'auto'" in str(raised.value)
+
+
+H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+ l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+ shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+ registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+ thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "NVIDIA H200"
+ driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+ device_interconnect_info { active_links: 18 } } platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 }
+ device_description_str: "NVIDIA H200\""""
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins.xla_cuda13") if importlib.util.find_spec("jax_plugins") else True,
+    reason="needs the CUDA plugin and its compiler: uv sync --extra cuda13",
+)
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(tokens, head_dim, monkeypatch, capfd):
+    tools = [str(Path(path) / "cu13" / "bin") for path in importlib.util.find_spec("nvidia").submodule_search_locations]
+    monkeypatch.setenv("PATH", os.pathsep.join([*tools, os.environ["PATH"]]))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+    batch, kv_heads, group, page_size, width = 8, 8, 4, 64, 128
+
+    def argument(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    pages = argument(jnp.bfloat16, LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim)
+    tree = argument(jnp.bfloat16, batch, tokens, kv_heads, head_dim)
+
+    def decode(q, pages, page_table, lengths, *tree):
+        return tree_decode(q, pages, LAYER, page_table, lengths, *tree, scale=head_dim**-0.5, interpret=False)
+
+    compiled = (
+        jax.jit(decode)
+        .lower(
+            argument(jnp.bfloat16, batch, tokens, kv_heads * group, head_dim),
+            pages,
+            argument(jnp.int32, batch, width),
+            argument(jnp.int32, batch),
+            tree,
+            tree,
+            argument(jnp.uint32, batch, tokens, 2),
+        )
+        .compile()
+    )
+    report = "".join(capfd.readouterr())
+    assert "sm_90a" in report
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert compiled.memory_analysis().temp_size_in_bytes < pages.size // 8
