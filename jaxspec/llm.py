@@ -127,7 +127,6 @@ class LLM:
         layout = DecoderLayout(self.config, self.mesh_shape, MODEL_AXES, DTYPES[self.dtype])
         device = self._mesh.devices.flat[0]
         self.attention, reason = choose_attention(attention, device, layout, tree_spec.num_nodes, geometry)
-        self._report(f"attention of decoding: {self.attention} ({reason})")
         self._spec = StepSpec(
             layout=layout,
             drafter=drafter.fit(self.config, draft_taps),
@@ -140,6 +139,7 @@ class LLM:
             rounds=rounds_per_dispatch or (4 if is_gpu else 1),
             attention=self.attention,
         )
+        self._report(f"attention of decoding: {self.attention} ({reason})")
         if tail_placement is None and pp > 1 and is_gpu:
             self.tail_placement, self.engine = self._faster_placement()
         else:

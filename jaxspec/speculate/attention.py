@@ -51,7 +51,7 @@ def choose_attention(
     )
     is_hopper = getattr(device, "compute_capability", None) == _HOPPER
     if wanted == REFERENCE:
-        return REFERENCE, "as asked for"
+        return REFERENCE, "plain JAX"
     if wanted == PALLAS:
         if device.platform == "cpu" and layout.mesh.size > 1:
             broken = broken or f"mesh {layout.mesh} is simulated, but the kernel can be simulated on one device only"
