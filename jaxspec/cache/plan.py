@@ -64,7 +64,7 @@ def plan_memory(spec: StepSpec, mesh: Mesh) -> MemoryPlan:
         pages=local(state.cache.pages, specs.cache.pages),
         pending=local(state.cache.pending, specs.cache.pending),
         draft=local(draft_weights, nnx.get_partition_spec(draft_weights)) + local(state.draft, specs.draft),
-        other=local((state.history, state.slots), (specs.history, specs.slots)),
+        other=local((state.history, state.slots, state.ring), (specs.history, specs.slots, specs.ring)),
     )
 
 

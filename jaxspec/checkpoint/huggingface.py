@@ -73,8 +73,9 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} has no config.json: give a Hugging Face model directory or a GGUF file")
     config = read_json(directory / "config.json", FETCH_AGAIN)
     if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
         raise UserError(
-            f"{directory} has quantised weights (quant_method={quantisation.get('quant_method')!r}): jaxspec reads "
+            f"{directory} has quantised weights (quant_method={method!r}): jaxspec reads "
             "float32, float16 and bfloat16; use the unquantised model"
         )
     return config

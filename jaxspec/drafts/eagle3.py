@@ -36,7 +36,7 @@ from jaxspec.speculate.taps import check_taps
 from jaxspec.speculate.trees import TreeSpec
 from pallas_kernels.chunk_prefill import causal_attention
 from pallas_kernels.context_decode import context_decode
-from pallas_kernels.lse_merge import merge
+from pallas_kernels.lse_merge import join
 from pallas_kernels.tree_attention import masked_attention
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class TrueRows:
             return residual[index], output.reshape(b, -1).astype(q.dtype), pages
         is_causal = jnp.broadcast_to(jnp.tril(jnp.ones((a, a), bool)), (b, a, a))
         outputs = [
-            _join(
+            join(
                 context_decode(path_q, pages, layer, context.page_table, self.positions[:, 0], scale=scale),
                 masked_attention(path_q, path_k, path_v, is_causal, scale=scale),
             ).reshape(b * a, -1)
@@ -269,7 +269,7 @@ class TrueRows:
             lane = context.lane
             prefix = context_decode(chunk_q[None], pages, layer, lane.page_row[None], lane.start[None], scale=scale)
             among = causal_attention(chunk_q, chunk_k, chunk_v, scale=scale)
-            outputs.append(_join((prefix[0][0], prefix[1][0]), among).reshape(len(chunk_q), -1))
+            outputs.append(join((prefix[0][0], prefix[1][0]), among).reshape(len(chunk_q), -1))
         return residual, jnp.concatenate(outputs).astype(q.dtype), pages
 
 
@@ -285,7 +285,7 @@ def run_level(head: Eagle3Head, context: DraftContext, pages: DraftPages, drafte
             old_k, old_v = drafted.kv[layer]
             k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
         scale = q.shape[-1] ** -0.5
-        joined = _join(
+        joined = join(
             context_decode(q, pages, layer, context.page_table, context.length, scale=scale),
             masked_attention(q, k, v, level.sees, scale=scale),
         )
@@ -306,12 +306,7 @@ def propose(head: Eagle3Head, context: DraftContext, outputs: Float[Array, "B R 
     """The k best tokens below each row of nodes at `depth`, with the noise that the target will use there."""
     scores, ids = head.logits(outputs, context.target)
     if not context.is_greedy:
-        shape = outputs.shape[:2]
-        sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), context.sampling)
-        positions = jnp.broadcast_to((context.length + depth + 1)[:, None], shape)
-        scores = draft_scores(scores, ids, positions, sampling)
+        # The rows of a slot stand at one position, so they have the same noise.
+        sampling = jax.tree.map(lambda x: x[:, None], context.sampling)
+        scores = draft_scores(scores, ids, (context.length + depth + 1)[:, None], sampling)
     return Candidates(*split_top_k(scores, ids, k, context.tail_axes))
-
-
-def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return merge(jnp.stack([a[0], b[0]]), jnp.stack([a[1], b[1]]))[0]

@@ -104,6 +104,8 @@ def read_eagle3_config(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
         )
     is_speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
     nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise UserError(f"eagle_config={nested!r} in the head's config.json must be an object: correct it")
 
     def field(*names: str) -> Any:
         values = (source[name] for source in (raw, nested) for name in names if source.get(name) is not None)
@@ -206,6 +208,8 @@ def check_vocabulary(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -
     Raises:
       UserError: some target token is out of range or out of order, or the two maps disagree.
     """
+    if d2t.dtype.kind != "i":
+        raise UserError(f"'d2t' of the head is {d2t.dtype.name}, not integers: use undamaged files")
     target = np.arange(len(d2t)) + d2t.astype(np.int64)
     if bad := np.flatnonzero((target < 0) | (target >= vocab_size)).tolist():
         raise UserError(
@@ -238,9 +242,17 @@ def _positive(name: str, value: Any, default: int) -> int:
 
 def _read_layer(raw: Any, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     if not isinstance(raw, Mapping):
-        raise UserError("the head's config.json has no 'transformer_layer_config', which its format needs: add it")
-    layer = read_config({**raw, "model_type": raw.get("model_type") or "llama"})
+        raise UserError(
+            f"transformer_layer_config={raw!r} in the head's config.json must be an object, which its format needs: "
+            "correct it"
+        )
+    try:
+        layer = read_config({**raw, "model_type": raw.get("model_type") or "llama"})
+    except UserError as error:
+        raise UserError(f"of the head: {error}") from error
     kinds = raw.get("layer_types") or ()
+    if not isinstance(kinds, list | tuple):
+        raise UserError(f"layer_types={kinds!r} in the head's config.json must be a list: correct it")
     for kind in kinds[: layer.num_layers]:
         if kind != "full_attention":
             raise UserError(
@@ -291,10 +303,10 @@ def _count_taps(
             f"{target_hidden_size}; correct target_hidden_size in its config.json"
         )
     count = fc[1] // target_hidden_size
-    if count != wanted:
-        said = "names no layers, which means 3" if taps is None else "reads the final hidden state" if not taps else ""
+    if taps is not None and count != wanted:
+        said = f"names {wanted}" if taps else "reads the final hidden state"
         raise UserError(
             f"tensor {FC!r} of the head has shape {list(fc)}, {count} taps of width {target_hidden_size}, but its "
-            f"config.json {said or f'names {wanted}'}: use files of one head, or correct {_LAYER_IDS} there"
+            f"config.json {said}: use files of one head, or correct {_LAYER_IDS} there"
         )
     return count

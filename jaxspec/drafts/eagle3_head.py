@@ -83,7 +83,7 @@ class Eagle3Head(nnx.Module):
         if config.norm_before_fc:
             joined = rms_norm(joined, self.input_norm[...], eps)
         if config.fc_norm:
-            joined = rms_norm(taps, self.tap_norms[...], eps).reshape(len(taps), -1)
+            joined = rms_norm(joined.reshape(taps.shape), self.tap_norms[...], eps).reshape(len(taps), -1)
         if not config.has_fc:
             return joined
         columns = gather(joined @ self.fc[...], self.target.tail_axes)

@@ -88,7 +88,8 @@ def read_decoder_config(family: str, raw: Mapping[str, Any], **switches: Any) ->
 
     if (activation := field("hidden_act", "silu")) not in ("silu", "swish"):
         refuse("hidden_act", activation, "silu")
-    if raw.get("use_sliding_window") or (family == "llama" and raw.get("sliding_window")):
+    # A window may be given and switched off; Llama has no switch.
+    if raw.get("use_sliding_window", family == "llama" and raw.get("sliding_window")):
         refuse("sliding_window", raw.get("sliding_window"), "full attention only")
     heads = field("num_attention_heads")
     return ModelConfig(
@@ -116,6 +117,9 @@ def _quotient(hidden_size: Any, heads: Any) -> Any:
 
 def _read_rope(raw: Mapping[str, Any], refuse: Any) -> dict[str, Any]:
     """RoPE base and scaling: `rope_theta` and `rope_scaling`, or both inside `rope_parameters` (transformers 5)."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name) or {}, Mapping):
+            refuse(name, raw[name], "an object with rope_type and its numbers")
     parameters = raw.get("rope_parameters") or {}
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
     scaling = raw.get("rope_scaling") or parameters

@@ -21,7 +21,7 @@ from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.chunk_prefill import causal_attention
 from pallas_kernels.context_decode import context_decode, kernel, plan
-from pallas_kernels.lse_merge import merge
+from pallas_kernels.lse_merge import join, merge
 from pallas_kernels.tree_attention import tree_attention
 
 REFERENCE, PALLAS = "reference", "pallas"
@@ -124,7 +124,7 @@ class VisitAttention:
             decode = kernel.context_decode
         parts = self._prefix(decode, cache, layer, q, self.page_table, self.lengths)
         own_q, own_k, own_v = self._own_heads(q, k, v)
-        return _join(parts, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
+        return join(parts, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
 
     def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
         assert self.lane is not None
@@ -132,7 +132,7 @@ class VisitAttention:
             context_decode, cache, layer, q[None], self.lane.page_row[None], self.lane.start[None]
         )
         among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
-        return _join((output[0], lse[0]), among)
+        return join((output[0], lse[0]), among)
 
     def _prefix(
         self,
@@ -166,7 +166,3 @@ class VisitAttention:
 
 def _scale(q: Float[Array, "... D"]) -> float:
     return q.shape[-1] ** -0.5
-
-
-def _join(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return merge(jnp.stack([a[0], b[0]]), jnp.stack([a[1], b[1]]))[0]

@@ -84,7 +84,7 @@ def perturbed_scores(
 
 
 def draft_scores(
-    logits: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], positions: Int[Array, "*R"], rows: SamplingRows
+    logits: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], positions: Int[Array, "*#R"], rows: SamplingRows
 ) -> Float[Array, "*R local_V"]:
     """What `perturbed_scores` gives without filters, up to a constant a row, and without its collectives.
 
@@ -94,7 +94,7 @@ def draft_scores(
     Args:
       logits: of a draft; -inf for padding.
       ids: the target's id of each, of which the noise is a function.
-      positions: absolute position of the token to be chosen.
+      positions: absolute position of the token to be chosen; where it is one for several rows, so is the noise.
       rows: parameters of each row.
     """
     return _with_noise(_at_temperature(logits, rows), ids, positions, rows)

@@ -1,5 +1,5 @@
 """Joins attention over parts of the keys into attention over all of them."""
 
-from pallas_kernels.lse_merge.reference import merge
+from pallas_kernels.lse_merge.reference import join, merge
 
-__all__ = ["merge"]
+__all__ = ["join", "merge"]

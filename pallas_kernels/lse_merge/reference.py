@@ -4,6 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def join(
+    a: tuple[Float[Array, "*R D"], Float[Array, "*R"]], b: tuple[Float[Array, "*R D"], Float[Array, "*R"]]
+) -> Float[Array, "*R D"]:
+    """Output of attention over two disjoint sets of keys, each given by its output and log-sum-exp."""
+    return merge(jnp.stack([a[0], b[0]]), jnp.stack([a[1], b[1]]))[0]
+
+
 def merge(
     outputs: Float[Array, "parts *R D"], lses: Float[Array, "parts *R"]
 ) -> tuple[Float[Array, "*R D"], Float[Array, "*R"]]:

@@ -230,11 +230,34 @@ def test_other_numbers_of_taps_are_those_of_fc(make):
 
 def test_taps_and_fc_must_agree(make):
     refused(lambda: open_head(make(weights(), **{IDS: [1, 2]})), "fc.weight", "[8, 24]", "3 taps", "names 2", IDS)
-    refused(lambda: open_head(make(weights(**{"fc.weight": (8, 40)}))), "5 taps", "no layers", IDS)
+    # Which five are meant can still be said by the user.
+    assert config_of(make(weights(**{"fc.weight": (8, 40)}))).num_taps == 5
     refused(lambda: open_head(make(weights(**{"fc.weight": (8, 20)}))), "fc.weight", "multiple", "target_hidden_size")
     refused(lambda: open_head(make(weights(**{"fc.weight": None}))), "lacks", "fc.weight", "3 taps")
     for bad in ("2, 3", [1, "2"], [-1, 2, 3], [True, 2, 3]):
         refused(lambda bad=bad: open_head(make(weights(), **{IDS: bad})), IDS, repr(bad), "layer numbers")
+
+
+def test_a_window_that_is_switched_off_is_none(make):
+    assert config_of(make(weights(), sliding_window=131072, use_sliding_window=False)).layer.family == "llama"
+    refused(lambda: open_head(make(weights(), sliding_window=131072)), "of the head", "sliding_window=131072")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eagle_config": "abc"}, "eagle_config='abc'"),
+        ({"eagle_config": [1]}, "eagle_config=[1]"),
+        ({"layer_types": {"a": 1}}, "layer_types="),
+        ({"rope_parameters": [1]}, "rope_parameters=[1]"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"quantization_config": "fp8"}, "quant_method='fp8'"),
+        ({"model_type": "mistral"}, "of the head: model_type='mistral'"),
+    ],
+    ids=str,
+)
+def test_a_config_of_the_wrong_kind_is_refused_by_name(make, changes, says):
+    refused(lambda: open_head(make(weights(), **changes)), says)
 
 
 @pytest.mark.parametrize(("fc", "has_fc"), [(None, False), ((8, 8), True)])
@@ -343,8 +366,8 @@ def test_maps_that_contradict_are_refused(make):
 def test_a_narrow_map_is_widened_and_other_types_are_refused(make):
     narrow = weights() | {"d2t": weights()["d2t"].astype(np.int32)}
     assert open_head(make(narrow)).read(["d2t"])["d2t"].dtype == np.int64
-    wrong = open_head(make(weights() | {"d2t": weights()["d2t"].astype(np.float32)}))
-    refused(lambda: wrong.read(["d2t"]), "'d2t'", "float32", "int64")
+    wrong = make(weights() | {"d2t": weights()["d2t"].astype(np.float32)})
+    refused(lambda: open_head(wrong), "'d2t'", "float32", "integers")
     wrong = open_head(make(weights() | {"fc.weight": np.ones((8, 24), np.int64)}))
     refused(lambda: wrong.read(["fc.weight"]), "'fc.weight'", "int64", "bfloat16")
 
