@@ -22,8 +22,6 @@ from jaxspec.sampling_params import SamplingParams
 TREES = ["chain:4", "static:fan12", "dynamic:steps=4,topk=4,nodes=16"]
 FACTORS = {
     "mesh": [
-        (1, 1, 1),
-        (2, 1, 1),
         (4, 1, 1),
         (1, 2, 1),
         (1, 1, 4),

@@ -25,9 +25,9 @@ MESHES = [  # test_eagle3_meshes.py has others too
 ]
 FACTORS = {
     "mesh": MESHES,
-    "draft": [("none", "none"), ("ngram", "chain:4"), ("ngram", "static:fork3x3")],
+    "draft": [("none", "none"), ("ngram", "static:fork3x3")],
     "placement": ["last", "spread"],
-    "chunk": [3, 8, 64],
+    "chunk": [3, 64],
     "rounds": [1, 2],
     "model": ["llama_bias", "qwen3"],
 }
