@@ -73,7 +73,7 @@ def test_json_has_the_fields_of_the_contract_and_nothing_else_is_on_stdout():
 
 
 @needs_model
-@pytest.mark.parametrize("mesh", ["2,1,2", "2,2,2"])
+@pytest.mark.parametrize("mesh", ["2,1,2"])
 def test_a_simulated_mesh_says_so_and_gives_the_same_tokens(mesh):
     done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--mesh", mesh, "--json")
     assert done.returncode == 0, done.stderr

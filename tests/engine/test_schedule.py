@@ -27,7 +27,6 @@ SCHEDULES = [
     ((2, 1, 1), 2, 4, 1, "chain:3", MODEL_AXES, 64),
     ((2, 1, 1), 1, 5, 2, "static:fork2x4", AXES, 20),
     ((3, 1, 1), 2, 4, 1, "chain:2", AXES, 40),
-    ((4, 1, 1), 2, 3, 1, "chain:3", MODEL_AXES, 64),
     ((4, 1, 1), 1, 4, 2, "static:fork2x4", MODEL_AXES, 24),
     ((2, 1, 2), 2, 4, 1, "chain:3", AXES, 32),
     ((1, 2, 2), 3, 4, 2, "static:fork2x4", MODEL_AXES, 40),
