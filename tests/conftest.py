@@ -29,12 +29,20 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="the full product of meshes, drafts, trees and placements")
+    parser.addoption(
+        "--full", action="store_true", help="slow tests too, and the full product of meshes, drafts, trees, placements"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file run in one process, and those of meshes in one a model."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: runs with --full only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of a file run in one process, and those of meshes in one a model; slow ones are left out."""
     for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="slow: run it with --full"))
         case = getattr(item, "callspec", None) and item.callspec.params.get("case")
         group = f"{item.path.stem}-{case['model']}" if isinstance(case, dict) else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))

@@ -201,6 +201,7 @@ def mean_loss(llm, tokens) -> float:
     return float(run(engine.weights, np.array(tokens)))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_the_same_with_and_without_speculation(llm, reference):
     """The promise of coupled sampling, on the real model: the text does not depend on the draft."""
     params = [

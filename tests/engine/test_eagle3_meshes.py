@@ -21,7 +21,7 @@ from jaxspec.sampling_params import SamplingParams
 
 TREES = ["chain:4", "static:fan12", "dynamic:steps=4,topk=4,nodes=16"]
 FACTORS = {
-    "mesh": [(4, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)],
+    "mesh": [(4, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)],
     "tree": TREES,
     "placement": ["last", "spread"],
     "chunk": [3, 64],

@@ -14,7 +14,7 @@ from jaxspec.engine.sequence import Sequence
 from jaxspec.mesh import MeshShape
 from jaxspec.sampling_params import SamplingParams
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]  # test_eagle3_meshes.py has others
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 1)]  # test_eagle3_meshes.py has others
 FACTORS = {
     "mesh": MESHES,
     "draft": [("none", "none"), ("ngram", "static:fork3x3")],
