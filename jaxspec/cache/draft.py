@@ -8,7 +8,7 @@ the group (or chunk) that it finishes, so a page's new owner always writes after
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.pages import TRASH_PAGE
+from jaxspec.cache.pages import TRASH_PAGE, locate
 
 type DraftPages = Float[Array, "L 2 P S K D"]
 
@@ -23,9 +23,8 @@ def write(
     is_written: Bool[Array, "B A"],
 ) -> DraftPages:
     """Stores keys and values of one layer at their positions; the rest goes to the trash page as zeros."""
-    index, offset = jnp.divmod(positions, pages.shape[3])
-    keep = is_written & (index < page_table.shape[1])
-    page = jnp.take_along_axis(page_table, jnp.where(keep, index, 0), axis=1)
+    page, offset, is_inside = locate(positions, page_table, pages.shape[3])
+    keep = is_written & is_inside
     rows = jnp.where(keep[..., None, None, None], jnp.stack([k, v], axis=2), 0).astype(pages.dtype)
     # Advanced indices apart from each other put the row axes first.
     return pages.at[layer, :, jnp.where(keep, page, TRASH_PAGE), offset].set(rows)

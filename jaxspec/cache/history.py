@@ -9,7 +9,7 @@ another in order of entry, so a page's new owner always writes after its old one
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.cache.pages import TRASH_PAGE
+from jaxspec.cache.pages import TRASH_PAGE, locate
 
 type History = Int[Array, "P S"]
 
@@ -22,9 +22,8 @@ def write(
     is_written: Bool[Array, "B A"],
 ) -> History:
     """Stores tokens at their positions; the rest goes to the trash page as zeros."""
-    index, offset = jnp.divmod(positions, history.shape[1])
-    keep = is_written & (index < page_table.shape[1])
-    page = jnp.take_along_axis(page_table, jnp.where(keep, index, 0), axis=1)
+    page, offset, is_inside = locate(positions, page_table, history.shape[1])
+    keep = is_written & is_inside
     return history.at[jnp.where(keep, page, TRASH_PAGE), offset].set(jnp.where(keep, tokens, 0))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.pages import TRASH_PAGE, PageGeometry
+from jaxspec.cache.pages import TRASH_PAGE, PageGeometry, locate
 from jaxspec.mesh import DCP, PP, TP, rank, split
 from pallas_kernels.kv_commit import commit_rows
 
@@ -81,12 +81,7 @@ class TargetCache:
 def local_address(
     positions: Int[Array, "B A"], page_table: Int[Array, "B M"], geometry: PageGeometry
 ) -> tuple[Int[Array, "B A"], Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Page, offset on the owning rank, and whether that is this rank.
-
-    A position past the table has no page: it is nobody's.
-    """
-    index, offset = jnp.divmod(positions, geometry.page_size)
-    is_inside = index < page_table.shape[1]
-    page = jnp.take_along_axis(page_table, jnp.where(is_inside, index, 0), axis=1)
+    """Page, offset on the owning rank, and whether that is this rank; a position without a page is nobody's."""
+    page, offset, is_inside = locate(positions, page_table, geometry.page_size)
     owner, local_offset = jnp.divmod(offset, geometry.local_size)
     return page, local_offset, is_inside & (owner == rank((DCP,)))

@@ -1,4 +1,4 @@
-"""Pages on the host: which are free, and how positions map to them.
+"""Pages: which are free, on the host, and how positions map to them.
 
 Page 0 belongs to no request. Table entries that are not granted point to it, so it is read (and masked), and writes
 that must not happen go to it as zeros.
@@ -7,7 +7,7 @@ that must not happen go to it as zeros.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.errors import UserError
 
@@ -43,6 +43,15 @@ class PageGeometry:
         """How many of the first `length` tokens rank `rank` of the dcp group holds."""
         full, partial = jnp.divmod(length, self.page_size)
         return full * self.local_size + jnp.clip(partial - rank * self.local_size, 0, self.local_size)
+
+
+def locate(
+    positions: Int[Array, "B A"], page_table: Int[Array, "B M"], page_size: int
+) -> tuple[Int[Array, "B A"], Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Page and offset of each position, and whether there is such a page: a position past the table has none."""
+    index, offset = jnp.divmod(positions, page_size)
+    is_inside = index < page_table.shape[1]
+    return jnp.take_along_axis(page_table, jnp.where(is_inside, index, 0), axis=1), offset, is_inside
 
 
 class PagePool:

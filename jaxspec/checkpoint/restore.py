@@ -23,9 +23,20 @@ class TensorReader(Protocol):
 
 
 def abstract_decoder(layout: DecoderLayout) -> tuple[Any, Any]:
-    """The target's graph definition, and its state as shapes: nothing is allocated."""
+    """The target's graph definition, and its state as shapes."""
+    return abstract_module(lambda: Decoder(layout))
+
+
+def abstract_module(make: Callable[[], nnx.Module]) -> tuple[Any, Any]:
+    """The graph definition of what `make` makes, and its state as shapes: nothing is allocated."""
     with nnx.use_eager_sharding(False):
-        return nnx.split(nnx.eval_shape(lambda: Decoder(layout)))
+        return nnx.split(nnx.eval_shape(make))
+
+
+def place(array: np.ndarray, dtype: np.dtype, mesh: Mesh, spec: P) -> jax.Array:
+    """An array of the host on the devices, each its part."""
+    array = array.astype(dtype, copy=False)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), array.__getitem__)
 
 
 def restore_decoder(
@@ -55,9 +66,8 @@ def restore_decoder(
         on_step(1)
     for name in [name for name in pure if name != "layers"]:
         source = Decoder.end_tensor(layout.config, name)
-        array = Decoder.pack_end(layout, name, checkpoint.read([source])[source]).astype(layout.dtype)
-        sharding = NamedSharding(mesh, pure_specs[name])
-        pure[name] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        array = Decoder.pack_end(layout, name, checkpoint.read([source])[source])
+        pure[name] = place(array, layout.dtype, mesh, pure_specs[name])
     nnx.replace_by_pure_dict(state, pure)
     on_step(1)
     return graph, state

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import draft as draft_cache
 from jaxspec.cache.draft import DraftPages
 from jaxspec.checkpoint.eagle3_files import open_head
-from jaxspec.checkpoint.restore import TensorReader
+from jaxspec.checkpoint.restore import TensorReader, abstract_module, place
 from jaxspec.drafts.eagle3_config import Eagle3Config, eagle3_tensor_shapes, read_eagle3_config
 from jaxspec.drafts.eagle3_head import Eagle3Head, head_axes, pack_head
 from jaxspec.drafts.growth import Candidates, Level, grow
@@ -107,12 +106,6 @@ class Eagle3(Drafter):
                 f"taps {list(wanted)} need a draft with tensor 'fc.weight', which this one lacks: without it jaxspec "
                 "computes drafts of the target's final hidden state only"
             )
-        is_narrower = config.layer.hidden_size != target.hidden_size
-        if is_narrower and not (config.has_embedding and config.has_head):
-            raise UserError(
-                f"the draft is {config.layer.hidden_size} wide and the target {target.hidden_size}, so it can't share "
-                "the target's embedding or head, and has not both of its own: use complete files"
-            )
         return dataclasses.replace(self, config=dataclasses.replace(config, taps=wanted))
 
     # Weights and state
@@ -124,14 +117,9 @@ class Eagle3(Drafter):
         names = list(eagle3_tensor_shapes(self.config))
         packed = pack_head(self.config, layout, self.files.read(names))
         state = self.abstract_weights(layout)
-        specs = nnx.to_pure_dict(nnx.get_partition_spec(state))
-
-        def place(abstract: jax.ShapeDtypeStruct, spec: Any, array: np.ndarray) -> jax.Array:
-            array = array.astype(abstract.dtype, copy=False)
-            return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), array.__getitem__)
-
-        pure = nnx.to_pure_dict(state)
-        nnx.replace_by_pure_dict(state, jax.tree.map(place, pure, specs, packed))
+        pure, specs = nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
+        placed = jax.tree.map(lambda x, spec, array: place(array, x.dtype, mesh, spec), pure, specs, packed)
+        nnx.replace_by_pure_dict(state, placed)
         return state
 
     def init_state(self, spec: "StepSpec") -> DraftPages:
@@ -171,8 +159,7 @@ class Eagle3(Drafter):
 
 @functools.cache
 def _abstract(config: Eagle3Config, layout: DecoderLayout) -> tuple[Any, Any]:
-    with nnx.use_eager_sharding(False):
-        return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, layout)))
+    return abstract_module(lambda: Eagle3Head(config, layout))
 
 
 type LayerKV = tuple[tuple[Float[Array, "B N K D"], Float[Array, "B N K D"]], ...]
@@ -198,7 +185,7 @@ def extend(head: Eagle3Head, context: DraftContext, pages: DraftPages) -> tuple[
     Returns:
       The output at each slot's last row, position `length - 1`, and the pages with the new rows.
     """
-    rows = TrueRows(context, jnp.arange(context.path.shape[1]) < context.count[:, None])
+    rows = TrueRows(context)
     # A head without taps takes the target's final states instead.
     taps = context.hidden[:, :, None] if context.taps is None else context.taps
     parts = [lax.collapse(jnp.take_along_axis(taps, context.path[..., None, None], axis=1), 0, 2)]
@@ -224,20 +211,20 @@ class TrueRows:
     """
 
     context: DraftContext
-    is_true: Bool[Array, "B A"]
 
     @property
     def positions(self) -> Int[Array, "B A"]:
         first = self.context.length - self.context.count
-        return first[:, None] + jnp.arange(self.is_true.shape[1])
+        return first[:, None] + jnp.arange(self.context.path.shape[1])
 
     def attend(
         self, pages: DraftPages, layer: int, residual: Array, q: Array, k: Array, v: Array
     ) -> tuple[Array, Array, DraftPages]:
-        context, (b, a) = self.context, self.is_true.shape
+        context, (b, a) = self.context, self.context.path.shape
+        is_true = jnp.arange(a) < context.count[:, None]
         path_q, path_k, path_v = (x[: b * a].reshape(b, a, *x.shape[1:]) for x in (q, k, v))
         chunk_q, chunk_k, chunk_v = (x[b * a :] for x in (q, k, v))
-        pages = draft_cache.write(pages, layer, context.page_table, self.positions, path_k, path_v, self.is_true)
+        pages = draft_cache.write(pages, layer, context.page_table, self.positions, path_k, path_v, is_true)
         if context.lane is not None:
             lane, step = context.lane, jnp.arange(len(context.lane.tokens))
             is_written = step < lane.length - (lane.slot >= 0)

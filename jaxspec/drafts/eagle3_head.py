@@ -32,7 +32,6 @@ from jaxspec.models.decoder import (
     pad_axis,
     parameter,
     rms_norm,
-    round_up,
 )
 from jaxspec.models.tensors import HEAD, layer_shapes
 
@@ -53,8 +52,7 @@ class Eagle3Head(nnx.Module):
         inputs = config.num_taps * config.target_hidden_size
         self.config, self.target = config, target
         if config.has_fc:
-            columns = round_up(width, target.mesh.axis_size(target.tail_axes))
-            self.fc = parameter((inputs, columns), P(None, target.tail_axes), dtype)
+            self.fc = parameter((inputs, target.padded_for_tail(width)), P(None, target.tail_axes), dtype)
         if config.fc_bias:
             self.fc_bias = parameter((width,), P(), dtype)
         if config.norm_before_fc:
@@ -67,7 +65,7 @@ class Eagle3Head(nnx.Module):
         if config.has_embedding:
             self.embedding = parameter((config.layer.vocab_size, width), P(), dtype)
         if config.has_head:
-            rows = round_up(config.draft_vocab_size, target.mesh.axis_size(target.tail_axes))
+            rows = target.padded_for_tail(config.draft_vocab_size)
             self.head = parameter((rows, width), P(target.tail_axes), dtype)
             self.target_ids = nnx.Variable(jnp.zeros(rows, jnp.int32), out_sharding=P(target.tail_axes))
 
@@ -128,15 +126,14 @@ class Eagle3Head(nnx.Module):
         self, outputs: Float[Array, "*R H"], target: Decoder
     ) -> tuple[Float[Array, "*R local_V"], Int[Array, "local_V"]]:
         """Float32 logits of this device's part of the vocabulary, -inf for padding, and the target's id of each."""
-        axes, normed = self.target.tail_axes, self._normed(outputs)
+        normed = self._normed(outputs)
         if self.config.has_head:
             logits = jnp.einsum("...e,ve->...v", normed, self.head[...], preferred_element_type=jnp.float32)
-            size, ids = self.config.draft_vocab_size, self.target_ids[...]
         else:
-            logits, size = target.logits(normed), self.target.config.vocab_size
-            ids = rank(axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
-        local = rank(axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
-        return jnp.where(local < size, logits, -jnp.inf), ids
+            logits = target.logits(normed)
+        ids = rank(self.target.tail_axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        logits = jnp.where(ids < self.config.draft_vocab_size, logits, -jnp.inf)
+        return logits, self.target_ids[...] if self.config.has_head else ids
 
     def _normed(self, outputs: Float[Array, "*R H"]) -> Float[Array, "*R H"]:
         return rms_norm(outputs, self.norm[...], self.config.layer.norm_eps)
@@ -184,8 +181,7 @@ def pack_head(config: Eagle3Config, target: DecoderLayout, canonical: Mapping[st
         "norm": canonical[FINAL_NORM],
     }
     if config.has_fc:
-        columns = round_up(config.layer.hidden_size, target.mesh.axis_size(target.tail_axes))
-        packed["fc"] = pad_axis(canonical[FC].T, 1, columns)
+        packed["fc"] = pad_axis(canonical[FC].T, 1, target.padded_for_tail(config.layer.hidden_size))
     if config.fc_bias:
         packed["fc_bias"] = canonical[FC_BIAS]
     if config.norm_before_fc:
@@ -195,7 +191,7 @@ def pack_head(config: Eagle3Config, target: DecoderLayout, canonical: Mapping[st
     if config.has_embedding:
         packed["embedding"] = canonical[EMBEDDING]
     if config.has_head:
-        rows = round_up(config.draft_vocab_size, target.mesh.axis_size(target.tail_axes))
+        rows = target.padded_for_tail(config.draft_vocab_size)
         offsets = canonical.get(DRAFT_TO_TARGET, np.zeros(config.draft_vocab_size, np.int64))
         ids = (np.arange(config.draft_vocab_size) + offsets).astype(np.int32)
         packed["head"] = pad_axis(canonical[HEAD], 0, rows)

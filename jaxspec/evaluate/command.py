@@ -132,10 +132,10 @@ def _pairs(drafts: Sequence[str], trees: Sequence[str] | None, dtype: str) -> li
     for draft in drafts:
         if draft == "none":
             raise UserError("--draft none: plain decoding is always measured; leave it out")
-        _, default = check_options(draft, None, dtype, None, None)
+        drafter, default = check_options(draft, None, dtype, None, None)
         for tree in trees or [default.name]:
             try:
-                check_options(draft, tree, dtype, None, None)
+                drafter.check_tree(TreeSpec.parse(tree))
                 pairs[draft, tree] = None
             except UserError as error:
                 refusals |= {draft: error, tree: error}

@@ -112,7 +112,11 @@ class DecoderLayout:
 
     @property
     def padded_vocab(self) -> int:
-        return round_up(self.config.vocab_size, self._tail_size)
+        return self.padded_for_tail(self.config.vocab_size)
+
+    def padded_for_tail(self, size: int) -> int:
+        """An axis of so many that divides over the tail's devices."""
+        return round_up(size, self._tail_size)
 
     @property
     def shares_head(self) -> bool:
