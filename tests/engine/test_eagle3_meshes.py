@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from margins import smallest_margin
 from models_on_mesh import PAIR, PAIR_TARGET, engine
+from toy import run
 
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.engine.sequence import Sequence
@@ -58,15 +59,6 @@ def serve(built, count=7, max_tokens=48, seeds=(3, 4, 5)) -> list[Sequence]:
         order = len(requests)
         requests.append(Sequence(order, prompts[order], SamplingParams(max_tokens=max_tokens, **SAMPLED), seed, []))
     return run(built, requests)
-
-
-def run(built, requests: list[Sequence]) -> list[Sequence]:
-    for request in requests:
-        built.add(request)
-    while built.has_work:
-        for _ in built.step():
-            pass
-    return requests
 
 
 def lengths(requests: list[Sequence]) -> list[list[int]]:

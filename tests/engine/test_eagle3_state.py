@@ -10,7 +10,8 @@ import functools
 import numpy as np
 import pytest
 from models_on_mesh import ONE, PAIR_TARGET, FileReader, engine
-from test_eagle3_meshes import head, independent, lengths, mean, run
+from test_eagle3_meshes import head, independent, lengths, mean
+from toy import run
 
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import eagle3_tensor_shapes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from margins import smallest_margin
 from models_on_mesh import ONE, engine
+from toy import run
 
 from jaxspec.engine.sequence import Sequence
 from jaxspec.mesh import MeshShape
@@ -41,12 +42,7 @@ def serve(case_engine, model: str) -> list[Sequence]:
         options = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "min_p": 0.01} if seed in sampled else {}
         params = SamplingParams(max_tokens=40 - 3 * order, **options)
         requests.append(Sequence(order, prompt, params, seed, []))
-    for request in requests:
-        case_engine.add(request)
-    while case_engine.has_work:
-        for _ in case_engine.step():
-            pass
-    return requests
+    return run(case_engine, requests)
 
 
 @pytest.fixture(scope="module")

@@ -176,13 +176,14 @@ class Requests:
         return sequence
 
 
-def run(engine: Engine, sequences: list[Sequence]) -> None:
+def run(engine: Engine, sequences: list[Sequence]) -> list[Sequence]:
     """Serves all to their ends."""
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:
         for _ in engine.step():
             pass
+    return sequences
 
 
 def trash_page(engine: Engine) -> np.ndarray:

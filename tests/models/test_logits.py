@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from models_on_mesh import MODELS, ONE, engine, full_logits, load, restored
+from toy import run
 
 from jaxspec.engine.sequence import Sequence
 from jaxspec.mesh import MODEL_AXES, MeshShape
@@ -39,11 +40,7 @@ def test_greedy_text_through_prefill_pages_and_ticks_equals_that_of_transformers
         Sequence(i, reference["tokens"][i, :16].tolist(), SamplingParams(max_tokens=24), 0, []) for i in range(2)
     ]
     plain = engine(name)
-    for request in requests:
-        plain.add(request)
-    while plain.has_work:
-        for _ in plain.step():
-            pass
+    run(plain, requests)
     assert [request.token_ids for request in requests] == reference["greedy"].tolist()
 
 
