@@ -1,4 +1,4 @@
-"""The `jaxspec` command: `generate`, `convert` and `bench`."""
+"""The `jaxspec` command: `generate`, `convert`, `train-draft` and `bench`."""
 
 import argparse
 import json
@@ -18,6 +18,8 @@ from jaxspec.llm import ATTENTION, DTYPES, TAIL_AXES, check_at_least, check_opti
 from jaxspec.mesh import make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.train.config import read_train_config
+from jaxspec.train.run import train
 
 _DRAFTED, _PLAIN = "\033[32m", "\033[0m"
 
@@ -100,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     to_orbax.add_argument("src", metavar="SRC", type=Path, help="a .gguf file, or the directory of a model or a head")
     to_orbax.add_argument("dst", metavar="DST", type=Path, help="a new directory")
 
+    train_draft = commands.add_parser("train-draft", help="train an EAGLE-3 head for a model")
+    train_draft.set_defaults(run=_train_draft)
+    train_draft.add_argument("config", metavar="CONFIG.yaml", type=Path, help="as those in configs/train")
+
     bench = commands.add_parser("bench", help="measure drafts on a set of prompts")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     on_prompts = benchmarks.add_parser("acceptance", help="how much of what is drafted is accepted, and how fast it is")
@@ -111,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # it only writes files: no GPU needs to be taken
     convert(options.src, options.dst)
+
+
+def _train_draft(options: argparse.Namespace) -> None:
+    config = read_train_config(options.config)
+    _keep_compiled_programs()
+    train(config, lambda line: print(f"jaxspec: {line}", file=sys.stderr))
 
 
 def _bench_acceptance(options: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ def make_mesh(shape: MeshShape) -> Mesh:
       UserError: there are fewer devices than the mesh needs.
     """
     if 1 < shape.size <= _MOST_SIMULATED:
-        _simulate_cpu_devices(shape.size)
+        simulate_cpu_devices(shape.size)
     devices = jax.devices()
     if len(devices) < shape.size:
         if devices[0].platform != "cpu":
@@ -96,7 +96,8 @@ def is_simulated(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def _simulate_cpu_devices(count: int) -> None:
+def simulate_cpu_devices(count: int) -> None:
+    """On CPUs, makes JAX show so many devices; it must not be in use yet."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
             jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
@@ -117,7 +118,7 @@ def all_max(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "*S"]:
 
 def gather(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "n *S"]:
     """Stacks every rank's `x`, in the order of `rank(axes)`."""
-    return lax.all_gather(x, axes)
+    return lax.all_gather(x, axes) if axes else x[None]
 
 
 def exchange(x: Shaped[Array, "n *S"], axis: str) -> Shaped[Array, "n *S"]:

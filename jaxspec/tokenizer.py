@@ -85,11 +85,15 @@ class Tokenizer:
             return self._ids(text, add_special_tokens=False)
         return ids if ids[:1] == [bos] else [bos, *ids]
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a part of a text; nothing is added."""
+        return self._ids(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for the assistant's next turn.
+    def apply_chat_template(self, messages: list[dict[str, Any]], for_answer: bool = True) -> str:
+        """The prompt for the assistant's next turn, or (without `for_answer`) what was said so far.
 
         Args:
           messages: each with a `role` and a `content`, the oldest first.
@@ -102,7 +106,7 @@ class Tokenizer:
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.special
+                messages=messages, add_generation_prompt=for_answer, tools=None, documents=None, **self.special
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(
@@ -115,7 +119,7 @@ class Tokenizer:
 
     def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids of the prompt for the assistant's next turn. The template writes BOS itself; none is added."""
-        return self._ids(self.apply_chat_template(messages), add_special_tokens=False)
+        return self.encode_part(self.apply_chat_template(messages))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

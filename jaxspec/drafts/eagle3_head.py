@@ -197,3 +197,30 @@ def pack_head(config: Eagle3Config, target: DecoderLayout, canonical: Mapping[st
         packed["head"] = pad_axis(canonical[HEAD], 0, rows)
         packed["target_ids"] = pad_axis(ids, 0, rows)
     return packed
+
+
+def unpack_head(config: Eagle3Config, target: DecoderLayout, packed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The inverse of `pack_head`, of a head that no axis splits (`target.tail_axes` is empty)."""
+    canonical: dict[str, np.ndarray] = {
+        "layers.0.hidden_norm.weight": packed["hidden_norm"],
+        FINAL_NORM: packed["norm"],
+    }
+    for index, layout in enumerate(layer_layouts(config, target)):
+        arrays = {name: array[0] for name, array in packed["layers"][index].items()}
+        canonical |= {f"layers.{index}.{name}": array for name, array in DecoderLayer.unpack(layout, arrays).items()}
+    if config.has_fc:
+        canonical[FC] = packed["fc"].T
+    if config.fc_bias:
+        canonical[FC_BIAS] = packed["fc_bias"]
+    if config.norm_before_fc:
+        canonical[FC_INPUT_NORM] = packed["input_norm"]
+    if config.fc_norm:
+        canonical |= {tap_norm(part): norm for part, norm in enumerate(packed["tap_norms"])}
+    if config.has_embedding:
+        canonical[EMBEDDING] = packed["embedding"]
+    if config.has_head:
+        canonical[HEAD] = packed["head"]
+    if config.draft_vocab_size < config.layer.vocab_size:
+        ids = packed["target_ids"].astype(np.int64)
+        canonical[DRAFT_TO_TARGET] = ids - np.arange(len(ids))
+    return canonical

@@ -259,6 +259,44 @@ class DecoderLayer(nnx.Module):
             packed["qk_norms"] = np.stack([canonical["self_attn.q_norm.weight"], canonical["self_attn.k_norm.weight"]])
         return packed
 
+    @staticmethod
+    def unpack(layout: LayerLayout, packed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inverse of `pack`, of a layer that no axis splits: nothing of it is padded or interleaved."""
+        config, heads = layout.config, layout.heads
+        assert layout.mesh.axis_size((*layout.kv_axes, *layout.out_axes, *layout.ffn_axes)) == 1, "its parts lie apart"
+        ends = np.cumsum([heads.query_heads, heads.kv_heads]) * config.head_dim
+        q, k, v = np.split(packed["qkv"], ends, axis=-1)
+        gate, up = np.split(packed["gate_up"], 2, axis=-1)
+        input_norm, middle_norm = packed["norms"]
+        canonical = {
+            "input_layernorm.weight": input_norm,
+            "post_attention_layernorm.weight": middle_norm,
+            "self_attn.q_proj.weight": q.T,
+            "self_attn.k_proj.weight": k.T,
+            "self_attn.v_proj.weight": v.T,
+            "self_attn.o_proj.weight": packed["out"].T,
+            "mlp.gate_proj.weight": gate.T,
+            "mlp.up_proj.weight": up.T,
+            "mlp.down_proj.weight": packed["down"].T,
+        }
+        if config.qkv_bias:
+            biases = np.split(packed["qkv_bias"], ends)
+            canonical |= {f"self_attn.{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
+        if config.mlp_bias:
+            gate, up = np.split(packed["gate_up_bias"], 2)
+            canonical |= {
+                "mlp.gate_proj.bias": gate,
+                "mlp.up_proj.bias": up,
+                "mlp.down_proj.bias": packed["row_biases"][1],
+            }
+        if config.output_bias:
+            canonical["self_attn.o_proj.bias"] = packed["row_biases"][0]
+        if config.qk_norm:
+            canonical |= dict(
+                zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), packed["qk_norms"], strict=True)
+            )
+        return canonical
+
 
 class Decoder(nnx.Module):
     """The whole target: embedding and head at its ends, `layer_slots` layers on every stage."""

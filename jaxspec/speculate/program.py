@@ -4,20 +4,19 @@ With all groups in flight a dispatch is `rounds * pp` ticks, each with a tail. W
 pp ticks and one tail. Trip counts are static, and the host chooses among compiled variants where work really differs.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from jaxspec.precision import matmul_precision
 from jaxspec.speculate.commands import NO_GROUP, Commands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState
@@ -116,7 +115,7 @@ def build_step(
             return tail(state, leaving, jnp.int32(spec.pp - 1))
 
         body = one_group_round if variant.is_solo else all_groups_tick
-        with _matmul_precision(spec.layout.dtype):
+        with matmul_precision(spec.layout.dtype):
             return lax.scan(body, state, jnp.arange(variant.entries(spec)))
 
     state_specs = StepState.specs(spec)
@@ -141,8 +140,3 @@ def initial_state(spec: StepSpec, batch: int, mesh: Mesh) -> StepState:
         is_leaf=lambda x: isinstance(x, P),
     )
     return jax.jit(lambda: StepState.empty(spec, batch), out_shardings=shardings)()
-
-
-def _matmul_precision(dtype: np.dtype) -> contextlib.AbstractContextManager[Any]:
-    # float32 means float32: a GPU would otherwise multiply in TF32.
-    return jax.default_matmul_precision("highest") if dtype == np.float32 else contextlib.nullcontext()

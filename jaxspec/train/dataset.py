@@ -1,0 +1,203 @@
+"""Conversations as token ids on disk, and batches of them: ArrayRecord files that grain reads in any order.
+
+dataset.json               what the files were made from, and how many records each has
+train-00000.arrayrecord    records of `encode`, in the order in which they were asked for
+heldout-00000.arrayrecord  the same of what is kept for the evaluation
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+from jaxtyping import Array, Bool, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from jaxspec.checkpoint.json_file import read_json
+from jaxspec.errors import UserError
+
+FORMAT = 1
+MANIFEST = "dataset.json"
+TRAIN, HELDOUT = "train", "heldout"
+_SUFFIX = ".arrayrecord"
+_MAKE_AGAIN = "remove the directory, and it is made again"
+# More bins leave less padding; rows are handed out in batches of as many anyway.
+_PACKING_BINS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One conversation.
+
+    Attributes:
+      tokens: of everything that was said.
+      is_answer: which of them the target said, or would be asked to say.
+    """
+
+    tokens: Int[np.ndarray, "N"]
+    is_answer: Bool[np.ndarray, "N"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of packed conversations.
+
+    Attributes:
+      documents: 1, 2, … for the conversations of a row; 0 for padding at its end.
+      positions: of each token in its conversation.
+      is_answer: as in `Record`.
+    """
+
+    tokens: Int[Array, "B S"]
+    documents: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    is_answer: Bool[Array, "B S"]
+
+
+def encode(record: Record) -> bytes:
+    return save({"tokens": record.tokens.astype(np.int32), "is_answer": record.is_answer.astype(np.bool_)})
+
+
+def decode(stored: bytes) -> Record:
+    return Record(**load(stored))
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """A file that is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    writer = ArrayRecordWriter(str(partial), "group_size:1")
+    for record in records:
+        writer.write(encode(record))
+    writer.close()
+    os.replace(partial, path)
+
+
+def shard_path(directory: Path, split: str, number: int) -> Path:
+    return directory / f"{split}-{number:05d}{_SUFFIX}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Attributes:
+    made_from: what `dataset.json` says of its sources.
+    """
+
+    directory: Path
+    made_from: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> "Dataset":
+        """Checks that all files are there with all their records.
+
+        Raises:
+          UserError: one is missing or damaged.
+        """
+        manifest = read_json(directory / MANIFEST, _MAKE_AGAIN)
+        if manifest.get("format") != FORMAT:
+            raise UserError(
+                f"{directory} has data format {manifest.get('format')!r}, this jaxspec reads {FORMAT}: {_MAKE_AGAIN}"
+            )
+        dataset = cls(directory, manifest["made_from"])
+        for split in (TRAIN, HELDOUT):
+            found, wanted = len(dataset.source(split)), manifest["records"][split]
+            if found != wanted:
+                raise UserError(f"{directory} holds {found} {split} records, its manifest says {wanted}: {_MAKE_AGAIN}")
+        return dataset
+
+    def source(self, split: str) -> "RecordSource":
+        return RecordSource(sorted(self.directory.glob(f"{split}-*{_SUFFIX}")))
+
+    def token_counts(self, vocab_size: int) -> Int[np.ndarray, "V"]:
+        """How often each token is in the answers of the training split."""
+        counts = np.zeros(vocab_size, np.int64)
+        source = self.source(TRAIN)
+        for index in range(len(source)):
+            record = source[index]
+            counts += np.bincount(record.tokens[record.is_answer], minlength=vocab_size)
+        return counts
+
+
+class RecordSource:
+    """The records of some files, for grain; what can't be read says which file it is in."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths = [str(path) for path in paths]
+        try:
+            self._records = grain.sources.ArrayRecordDataSource(self._paths) if paths else []
+        except Exception as error:  # array_record raises several kinds for a file that is none
+            raise UserError(f"{self._directory} has a damaged file ({_first_line(error)}): {_MAKE_AGAIN}") from error
+
+    @property
+    def _directory(self) -> str:
+        return str(Path(self._paths[0]).parent) if self._paths else ""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        try:
+            return decode(self._records[index])
+        except (RuntimeError, ValueError, IndexError, TypeError, SafetensorError) as error:
+            raise UserError(
+                f"{self._directory} is damaged, record {index} cannot be read ({_first_line(error)}): {_MAKE_AGAIN}"
+            ) from error
+
+    def __repr__(self) -> str:  # part of what grain checks when an iterator is restored
+        return f"RecordSource({len(self)} records)"
+
+
+def training_batches(dataset: Dataset, batch_size: int, sequence_length: int, seed: int) -> grain.DatasetIterator:
+    """Endless batches of packed rows, shuffled anew each time through; its state can be stored and restored.
+
+    Each element is a dict of the arrays of a `Batch`.
+    """
+    records = grain.MapDataset.source(dataset.source(TRAIN)).seed(seed).shuffle().repeat()
+    return iter(_packed(records.to_iter_dataset(), batch_size, sequence_length, seed))
+
+
+def heldout_batches(dataset: Dataset, batch_size: int, sequence_length: int, most: int) -> list[dict[str, np.ndarray]]:
+    """At most so many batches of held-out rows, always the same; the last one is filled with padding."""
+    records = grain.MapDataset.source(dataset.source(HELDOUT)).to_iter_dataset()
+    rows = list(_rows(records, sequence_length, seed=0))[: batch_size * most]
+    empty = {name: np.zeros_like(array) for name, array in rows[0].items()} if rows else {}
+    rows += [empty] * (-len(rows) % batch_size)
+    return [
+        {name: np.stack([row[name] for row in rows[start : start + batch_size]]) for name in empty}
+        for start in range(0, len(rows), batch_size)
+    ]
+
+
+def _packed(records: grain.IterDataset, batch_size: int, sequence_length: int, seed: int) -> grain.IterDataset:
+    return _rows(records, sequence_length, seed).batch(batch_size, drop_remainder=True)
+
+
+def _rows(records: grain.IterDataset, sequence_length: int, seed: int) -> grain.IterDataset:
+    def cut(record: Record) -> dict[str, np.ndarray]:
+        return {"tokens": record.tokens[:sequence_length], "is_answer": record.is_answer[:sequence_length]}
+
+    def name_parts(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {
+            "tokens": packed["tokens"],
+            "documents": packed["tokens_segment_ids"],
+            "positions": packed["tokens_positions"],
+            "is_answer": packed["is_answer"].astype(np.bool_),
+        }
+
+    packed = grain.experimental.FirstFitPackIterDataset(
+        records.map(cut),
+        length_struct={"tokens": sequence_length, "is_answer": sequence_length},
+        num_packing_bins=_PACKING_BINS,
+        seed=seed,
+    )
+    return packed.map(name_parts)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

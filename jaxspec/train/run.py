@@ -1,0 +1,254 @@
+"""A training run from its configuration to the published head: `train`."""
+
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jaxtyping import Int
+
+from jaxspec.checkpoint.default_model import open_model
+from jaxspec.checkpoint.restore import restore_decoder
+from jaxspec.checkpoint.store import Checkpoint
+from jaxspec.drafts.eagle3_config import Eagle3Config
+from jaxspec.drafts.eagle3_head import unpack_head
+from jaxspec.errors import UserError
+from jaxspec.llm import DTYPES, LLM
+from jaxspec.models.registry import read_config
+from jaxspec.progress import progress_bar
+from jaxspec.tokenizer import Tokenizer
+from jaxspec.train.answers import open_or_make
+from jaxspec.train.config import TrainConfig
+from jaxspec.train.dataset import Dataset, heldout_batches, training_batches
+from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent
+from jaxspec.train.loss import Sums
+from jaxspec.train.report import Measurement, read_measurements, write_report
+from jaxspec.train.step import Trainer, TrainState, build_trainer, train_layout, train_mesh
+
+HEAD_DIRECTORY = "head"
+_CONFIG, _CHECKPOINTS, _METRICS = "config.json", "checkpoints", "metrics.jsonl"
+_KEPT_CHECKPOINTS = 2
+_LOG_EVERY = 10
+
+type Say = Callable[[str], None]
+
+
+def train(config: TrainConfig, say: Say) -> Path:
+    """Makes the data where it is missing, trains, and writes the head; goes on where a run before it stopped.
+
+    Args:
+      say: is told what happens, a line at a time.
+
+    Returns:
+      The directory of the head, as it is published.
+
+    Raises:
+      UserError: the configuration does not fit the target, the data or what `config.output` holds.
+    """
+    checkpoint = open_model(config.target)
+    target = read_config(checkpoint.config)
+    head = head_config(config.head, target)
+    mesh = train_mesh(config.mesh)
+    if config.data.sequence_length > target.max_positions:
+        raise UserError(
+            f"data.sequence_length={config.data.sequence_length} must be at most the target's {target.max_positions}"
+        )
+    exported = config.output / HEAD_DIRECTORY
+    if exported.exists():
+        raise UserError(f"{exported} is there already: this run is finished; give another output for a new one")
+    _open_output(config)
+
+    dataset = _dataset(config, checkpoint, say)
+    ids = _vocabulary(head, dataset, say)
+    is_gpu = mesh.devices.flat[0].platform != "cpu"
+    dtype = DTYPES[("bfloat16" if is_gpu else "float32") if config.dtype == "auto" else config.dtype]
+    layout = train_layout(target, config.mesh, dtype)
+    with progress_bar("loading weights", layout.layer_slots + 1, is_shown=True) as advance:
+        graph, weights = restore_decoder(checkpoint, layout, mesh, advance)
+    canonical = initial_tensors(head, target, lambda name: checkpoint.read([name])[name], ids, config.seed)
+    trainer = build_trainer(head, config.training, layout, mesh, (graph, nnx.get_partition_spec(weights)), canonical)
+    size = sum(array.size for array in jax.tree.leaves(trainer.initial))
+    say(f"training {size / 1e6:.1f} M parameters in float32, computing in {dtype.name}")
+    state = _run(config, trainer, weights, dataset, say)
+    export_head(exported, head, target, unpack_head(head, layout, trainer.arrays(state)))
+    say(f"the head is in {exported}, the curves and the report are in {config.output}")
+    return exported
+
+
+def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
+    def start(context: int) -> LLM:
+        say(f"answering the prompts of {', '.join(path.name for path in config.data.prompts)} into {config.data.path}")
+        return LLM(
+            config.target,
+            mesh=(1, config.mesh.tp, 1),
+            dtype=config.dtype,
+            attention="auto",
+            max_num_seqs=config.data.max_num_seqs,
+            max_model_len=context,
+            chunk_size=256,
+            report=say,
+        )
+
+    dataset = open_or_make(config.data, config.target, Tokenizer.load(checkpoint.path), start, config.seed)
+    gc.collect()  # the model that answered: it and its engine refer to each other
+    return dataset
+
+
+def _vocabulary(head: Eagle3Config, dataset: Dataset, say: Say) -> Int[np.ndarray, "V_d"]:
+    if not head.has_head:
+        return np.arange(head.draft_vocab_size)
+    counts = dataset.token_counts(head.layer.vocab_size)
+    ids = most_frequent(counts, head.draft_vocab_size)
+    share = counts[ids].sum() / max(counts.sum(), 1)
+    say(f"the draft vocabulary of {len(ids)} tokens covers {share:.2%} of {counts.sum():,} answer tokens")
+    return ids
+
+
+def _run(config: TrainConfig, trainer: Trainer, weights: Any, dataset: Dataset, say: Say) -> TrainState:
+    training, length = config.training, config.data.sequence_length
+    state = trainer.initial_state()
+    batches = training_batches(dataset, training.batch_size, length, config.seed)
+    heldout = heldout_batches(dataset, training.batch_size, length, training.evaluation_batches)
+    metrics = config.output / _METRICS
+    with _checkpoints(config.output) as manager:
+        step, tokens = manager.latest_step() or 0, 0
+        if step:
+            say(f"going on after step {step} of {training.steps}")
+            state, tokens = _restore(manager, step, state, batches, config.output)
+        _forget_after(metrics, step)
+        recent: list[Sums] = []
+        since, tokens_since = time.perf_counter(), tokens
+        with progress_bar("training", training.steps, is_shown=True, done=step) as advance:
+            while step < training.steps:
+                for _ in range(training.accumulate):
+                    arrays = next(batches)
+                    tokens += int(np.count_nonzero(arrays["documents"]))
+                    state, sums = trainer.step(state, weights, trainer.put(arrays))
+                    recent.append(sums)
+                step += 1
+                is_last = step == training.steps
+                if step % _LOG_EVERY == 0 or is_last:
+                    jax.block_until_ready(recent)
+                    speed = (tokens - tokens_since) / (time.perf_counter() - since)
+                    measured = _measurement("train", step, tokens, speed, recent)
+                    _append(metrics, measured)
+                    recent, since, tokens_since = [], time.perf_counter(), tokens
+                    advance(0, f"loss {sum(measured.loss):.3f}, {measured.accepted_length:.2f} tokens a round")
+                advance(1)
+                if step % training.evaluate_every == 0 or is_last:
+                    every = [trainer.evaluate(state.params, weights, trainer.put(arrays)) for arrays in heldout]
+                    measured = _measurement("heldout", step, tokens, None, every)
+                    _append(metrics, measured)
+                    say(f"step {step} of {training.steps}: {measured}")
+                    since, tokens_since = time.perf_counter(), tokens
+                if step % training.checkpoint_every == 0 or is_last:
+                    _save(manager, step, state, batches, tokens)
+    write_report(config, read_measurements(metrics), config.output, say)
+    return state
+
+
+def _measurement(split: str, step: int, tokens: int, speed: float | None, sums: list[Sums]) -> Measurement:
+    total = jax.tree.map(lambda *parts: sum(np.asarray(part, np.float64) for part in parts), *sums)
+    return Measurement(
+        split=split,
+        step=step,
+        tokens=tokens,
+        tokens_per_second=speed,
+        loss=(total.loss / np.maximum(total.learned, 1)).tolist(),
+        accuracy=(total.correct / np.maximum(total.drafted, 1)).tolist(),
+        accepted_length=float(1 + total.accepted / max(total.starts, 1)),
+    )
+
+
+# What a run leaves behind
+
+
+def _open_output(config: TrainConfig) -> None:
+    """A new directory, or that of a run with the same configuration."""
+    stored, path = json.loads(json.dumps(dataclasses.asdict(config), default=str)), config.output / _CONFIG
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            _check_same(json.loads(path.read_text()), stored, config.output)
+        elif any(config.output.iterdir()):
+            raise UserError(
+                f"output {config.output} holds files but no {_CONFIG}: give another one, or an empty directory"
+            )
+        else:
+            path.write_text(json.dumps(stored, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"output {config.output} cannot be used ({error}): give another one") from error
+
+
+def _check_same(stored: dict[str, Any], wanted: dict[str, Any], output: Path, section: str = "") -> None:
+    for key in wanted:
+        before, now = stored.get(key), wanted[key]
+        if isinstance(before, dict) and isinstance(now, dict):
+            _check_same(before, now, output, f"{section}{key}.")
+        elif before != now:
+            raise UserError(
+                f"{output} holds a run of another configuration: {section}{key} was {before!r} and is {now!r}; "
+                "give another output, or remove the directory"
+            )
+
+
+def _checkpoints(output: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT_CHECKPOINTS)
+    return ocp.CheckpointManager((output / _CHECKPOINTS).absolute(), options=options)
+
+
+def _save(
+    manager: ocp.CheckpointManager, step: int, state: TrainState, batches: grain.DatasetIterator, tokens: int
+) -> None:
+    tree = {"params": state.params, "optimizer": state.optimizer}
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(tree),
+            data=grain.checkpoint.CheckpointSave(batches),
+            tokens=ocp.args.JsonSave(tokens),
+        ),
+        force=True,
+    )
+
+
+def _restore(
+    manager: ocp.CheckpointManager, step: int, like: TrainState, batches: grain.DatasetIterator, output: Path
+) -> tuple[TrainState, int]:
+    """The state at a step, and how many tokens it has read; `batches` is brought to where it was."""
+    tree = {"params": like.params, "optimizer": like.optimizer}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    try:
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(abstract),
+                data=grain.checkpoint.CheckpointRestore(batches),
+                tokens=ocp.args.JsonRestore(),
+            ),
+        )
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
+        raise UserError(
+            f"the checkpoint of step {step} in {output} is damaged ({str(error).splitlines()[0]}): remove its "
+            "directory to go on from the one before it"
+        ) from error
+    return TrainState(restored.state["params"], restored.state["optimizer"]), restored.tokens
+
+
+def _append(path: Path, measured: Measurement) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(dataclasses.asdict(measured)) + "\n")
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drops measurements of steps that are done again."""
+    kept = [measured for measured in read_measurements(path) if measured.step <= step]
+    path.write_text("".join(json.dumps(dataclasses.asdict(measured)) + "\n" for measured in kept))
