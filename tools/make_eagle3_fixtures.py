@@ -11,6 +11,14 @@ position p + s in draft step s. In step 0 it sees the rows up to itself, and in 
   recycle           f32[24, H]     what takes the place of the fused hidden states in step 1
   tokens_1, tokens_2, logits_1, ...  the same of steps 1 and 2, where row p embeds x_{p+1+s}, or 0 beyond the last
 
+Three of them also get `loss.safetensors`, the training losses of steps 0 to 2 over two texts side by side:
+
+  taps, states      f32[25, 3, H], f32[25, H]  of the target: the latter after its final norm
+  target_head       f32[V, H]                  its output head
+  tokens, documents, positions  i32[25]        of which the first 14 are one text and the rest another
+  counted           i32[25]        1 where the target's prediction at a position is learned from
+  kl, acceptance    f32[3]         means over what is counted, without decay: KL divergence and -log sum min(p, q)
+
 `reference_layout/` and `specforge_layout/` hold the weights of `plain` as the reference implementation and SpecForge
 publish them, which is without an embedding. Every weight is a multiple of 1/128 and at most 2, so float16, bfloat16
 and float32 all hold the same number; the references are computed in float32.
@@ -39,6 +47,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
@@ -49,6 +58,7 @@ VOCAB, TAPS = 256, 3
 # Unequal, as those of a target are: norms before and after their concatenation then differ.
 TAP_SCALES = (0.5, 1.0, 2.0)
 GRID, LARGEST = 128, 2.0
+LOSS_CASES = ("plain", "before_fc", "full_vocab")
 
 SHARED = dict(
     vocab_size=VOCAB,
@@ -171,6 +181,48 @@ def compute_reference(head: Eagle3DraftModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in reference.items()}
 
 
+def compute_loss(head: Eagle3DraftModel) -> dict[str, torch.Tensor]:
+    """Of two texts in a row, in float32. A row that drafts beyond its text, or from another one, is not counted."""
+    torch.manual_seed(1)
+    n, first, width = LENGTH + 1, 14, head.hidden_size
+    taps = torch.randn(n, TAPS, width) * torch.tensor(TAP_SCALES)[:, None]
+    tokens = torch.randint(1, head.verifier_vocab_size, (n,))
+    documents = (torch.arange(n) >= first).int() + 1
+    positions = torch.where(documents == 1, torch.arange(n), torch.arange(n) - first)
+    target_head = on_grid(torch.randn(head.verifier_vocab_size, width) * 0.15)
+    ids = torch.arange(len(target_head)) if head.t2d is None else head.t2d.nonzero()[:, 0]
+    hidden = torch.randn(n, width)
+    with torch.no_grad():
+        head.verifier_lm_head.weight.copy_(target_head[ids])
+        states = head.verifier_norm(hidden)
+        is_known = torch.isin((states @ target_head.T).argmax(-1), ids)
+    # What the first positions of the second text say would be drafted from the first one, in the last step.
+    counted = is_known & (torch.rand(n) < 0.9) & ((documents == 1) | (positions >= STEPS))
+    counted &= torch.cat([documents[1:] == documents[:-1], torch.tensor([False])])
+    reference = {
+        "taps": taps,
+        "states": states,
+        "target_head": target_head,
+        "tokens": tokens.int(),
+        "documents": documents.int(),
+        "positions": positions.int(),
+        "counted": counted.int(),
+    }
+    for name, theirs in (("kl", "kl_div"), ("acceptance", "nla")):
+        _, _, metrics = head(
+            taps[:-1].reshape(1, n - 1, -1),
+            tokens[None, 1:].long(),
+            documents[None, :-1].long(),
+            loss_mask=counted[None, 1:],
+            position_ids=positions[None, :-1],
+            verifier_last_hidden_states=hidden[None, 1:],
+            ttt_steps=STEPS,
+            loss_config=resolve_loss_config(theirs, "eager"),
+        )
+        reference[name] = torch.stack([metrics[f"loss_{step}_sum"] for step in range(STEPS)])
+    return {name: tensor.detach().clone().contiguous() for name, tensor in reference.items()}
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + SHARED["rms_norm_eps"]) * weight
 
@@ -266,6 +318,8 @@ def main() -> None:
         head = make_head(*case)
         reference = compute_reference(head)
         save_file(reference, directory / "reference.safetensors")
+        if name in LOSS_CASES:
+            save_file(compute_loss(head), directory / "loss.safetensors")
         save_model(head, directory)
         print(f"{name:16}{(directory / 'model.safetensors').stat().st_size:8} bytes")
 

@@ -96,7 +96,7 @@ def describe(config: DataConfig, target: str, seed: int) -> dict[str, Any]:
 
 
 def read_items(config: DataConfig, tokenizer: Tokenizer, seed: int) -> dict[str, list[Item]]:
-    """All that is to become records, for each split; answers at one temperature come after those at another."""
+    """All that is to become records, for each split."""
     asked: dict[str, list[tuple[int, ...]]] = {TRAIN: [], HELDOUT: []}
     items: dict[str, list[Item]] = {TRAIN: [], HELDOUT: []}
     for path in config.prompts:
@@ -108,8 +108,8 @@ def read_items(config: DataConfig, tokenizer: Tokenizer, seed: int) -> dict[str,
         temperatures = config.temperatures if split == TRAIN else (0.0,)
         items[split] = [
             Item(tokens, temperature, seed=_seed(seed, index, round_))
-            for round_, temperature in enumerate(temperatures)
             for index, tokens in enumerate(prompts)
+            for round_, temperature in enumerate(temperatures)
         ]
     for path in config.conversations:
         for record, split in zip(read_conversations(path, tokenizer), _splits(path, config.heldout_every), strict=True):

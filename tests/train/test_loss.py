@@ -1,0 +1,82 @@
+"""What is counted, position by position, against loops that say it in words."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.train.dataset import Batch
+from jaxspec.train.loss import step_sums
+
+VOCAB, STEPS = 12, 4
+# Its outputs are its logits, over the even tokens where the vocabulary is reduced; so are the target's states.
+TARGET = SimpleNamespace(logits=lambda states: states)
+
+
+def head_of(ids):
+    config = SimpleNamespace(has_head=len(ids) < VOCAB)
+    return SimpleNamespace(config=config, logits=lambda rows, target: (rows, jnp.asarray(ids)))
+
+
+def batch_and_scores(ids, rows=3, length=40, seed=0):
+    random = np.random.default_rng(seed)
+    documents = np.sort(random.integers(1, 4, (rows, length)), axis=1).astype(np.int32)
+    documents[:, -5:] = 0  # padding
+    is_answer = random.random((rows, length)) < 0.8
+    states = random.normal(size=(rows, length, VOCAB)).astype(np.float32)
+    outputs = random.normal(size=(STEPS, rows, length, len(ids))).astype(np.float32)
+    for step in range(STEPS):  # most of them right, so that several in a row are
+        right = np.roll(states, -1 - step, axis=1)[..., ids]
+        outputs[step] = np.where(random.random((rows, length, 1)) < 0.7, right, outputs[step])
+    return (
+        Batch(jnp.zeros_like(documents), *(jnp.asarray(x) for x in (documents, documents, is_answer))),
+        states,
+        outputs,
+    )
+
+
+@pytest.mark.parametrize("ids", [np.arange(VOCAB), np.arange(0, VOCAB, 2)], ids=["whole", "reduced"])
+def test_sums_equal_loops_over_rows_and_steps(ids):
+    batch, states, outputs = batch_and_scores(ids)
+    sums = step_sums(head_of(ids), TARGET, jnp.asarray(outputs), jnp.asarray(states), batch, "kl")
+    documents, is_answer = np.asarray(batch.documents), np.asarray(batch.is_answer)
+    b, s = documents.shape
+    correct, drafted, learned, loss, accepted, starts, longest = *np.zeros((4, STEPS)), 0, 0, 0
+    for row in range(b):
+        for t in range(s):
+            runs_on = True
+            for step in range(STEPS):
+                said = t + 1 + step  # where the target says the token that step `step` of row t drafts
+                if said + 1 >= s or documents[row, t] == 0 or documents[row, t] != documents[row, said + 1]:
+                    break
+                if not is_answer[row, said + 1]:
+                    runs_on = False
+                    continue
+                best, scores = states[row, said].argmax(), outputs[step, row, t].astype(np.float64)
+                hit = ids[scores.argmax()] == best
+                drafted[step] += 1
+                correct[step] += hit
+                starts += step == 0
+                runs_on &= bool(hit)
+                accepted += runs_on
+                longest = max(longest, runs_on * (step + 1))
+                if best in ids:
+                    truth = states[row, said][ids].astype(np.float64)
+                    log_p, log_q = (x - np.log(np.exp(x).sum()) for x in (truth, scores))
+                    learned[step] += 1
+                    loss[step] += (np.exp(log_p) * (log_p - log_q)).sum()
+    assert (sums.correct.tolist(), sums.drafted.tolist()) == (correct.tolist(), drafted.tolist())
+    assert (sums.learned.tolist(), int(sums.accepted), int(sums.starts)) == (learned.tolist(), accepted, starts)
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-4)
+    assert longest == STEPS  # runs of all lengths are there
+
+
+def test_the_loss_of_acceptance_is_that_of_a_certain_draft():
+    ids = np.arange(VOCAB)
+    batch, states, _ = batch_and_scores(ids)
+    perfect = np.stack([np.roll(states, -1 - step, axis=1) for step in range(STEPS)])
+    for loss in ("kl", "acceptance"):
+        sums = step_sums(head_of(ids), TARGET, jnp.asarray(perfect), jnp.asarray(states), batch, loss)
+        np.testing.assert_allclose(sums.loss, 0, atol=1e-4)
+        assert sums.correct.tolist() == sums.drafted.tolist()

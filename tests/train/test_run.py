@@ -1,0 +1,199 @@
+"""Training from prompts to a head that drafts, on a tiny target: as a user runs it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from test_cli import fails
+from tiny import make_target, write_prompts
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.cli import main
+from jaxspec.errors import UserError
+from jaxspec.train import run
+from jaxspec.train.config import TrainConfig, TrainMesh, read_train_config
+
+STEPS = 100
+pytestmark = pytest.mark.xdist_group("test_run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    directory: Path
+    file: Path
+    config: TrainConfig
+    said: list[str]
+
+
+def write_config(directory: Path, name: str, target: Path, prompts: Path, **changes) -> Path:
+    content = {
+        "target": str(target),
+        "output": str(directory / name),
+        "data": {
+            "path": str(directory / "data"),
+            "prompts": [str(prompts)],
+            "temperatures": [0.0, 1.0],
+            "max_tokens": 62,
+            "max_num_seqs": 16,
+            "sequence_length": 64,
+            "heldout_every": 10,
+        },
+        "head": {"taps": [1, 2, 4], "draft_vocab_size": 192},
+        "training": {
+            "steps": STEPS,
+            "batch_size": 8,
+            "unroll_steps": 4,
+            "learning_rate": 6e-3,
+            "warmup_steps": 10,
+            "clip": 1.0,
+            "evaluate_every": 50,
+            "checkpoint_every": 25,
+        },
+    } | changes
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Finished:
+    """A run from nothing, through the command line."""
+    directory = tmp_path_factory.mktemp("training")
+    target, prompts = make_target(directory), write_prompts(directory / "prompts.jsonl", 160)
+    file = write_config(directory, "run", target, prompts)
+    config = read_train_config(file)
+    said: list[str] = []
+    run.train(config, said.append)
+    return Finished(directory, file, config, said)
+
+
+def another(finished: Finished, name: str, **changes) -> TrainConfig:
+    return dataclasses.replace(finished.config, output=finished.directory / name, **changes)
+
+
+def measurements(directory: Path):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_falls_and_the_head_drafts_as_well_as_it_was_estimated_to(finished):
+    measured = measurements(finished.config.output)
+    heldout = [each for each in measured if each["split"] == "heldout"]
+    assert [each["step"] for each in heldout] == [50, 100]
+    assert sum(heldout[1]["loss"]) < 0.7 * sum(heldout[0]["loss"])
+    assert heldout[1]["accepted_length"] > 3.2
+    assert all(len(each["accuracy"]) == 4 and each["accuracy"][0] > 0.75 for each in heldout[1:])
+    llm = LLM(
+        finished.config.target,
+        draft=str(finished.config.output / "head"),
+        tree="chain:4",
+        max_num_seqs=4,
+        max_model_len=128,
+    )
+    outputs = llm.generate([[topic % 4, 40 + topic] for topic in range(8)], SamplingParams(max_tokens=40))
+    lengths = [length for output in outputs for length in output.accepted_lengths]
+    assert np.mean(lengths) == pytest.approx(heldout[1]["accepted_length"], abs=0.6)
+
+
+def test_a_run_leaves_its_curves_its_report_and_says_what_it_does(finished):
+    output = finished.config.output
+    assert {path.name for path in output.iterdir()} == {
+        "config.json",
+        "checkpoints",
+        "curves.png",
+        "head",
+        "metrics.jsonl",
+        "report.md",
+    }
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = (output / "report.md").read_text()
+    assert f"{STEPS} steps" in report and "tokens a round" in report and report.count("| 4 |") == 1
+    assert any("answering the prompts of prompts.jsonl" in line for line in finished.said)
+    assert any(f"step {STEPS} of {STEPS}: loss" in line for line in finished.said)
+    assert any("the draft vocabulary of 192 tokens covers 99" in line for line in finished.said)
+    assert str(output / "head") in finished.said[-1]
+
+
+def test_a_killed_run_goes_on_to_the_same_head_bit_for_bit(finished, monkeypatch):
+    config = another(finished, "killed")
+    measure, at = run._measurement, []
+
+    def stop_at_60(split, step, *rest):
+        at.append(step)
+        if step == 60 and len(at) < 20 and at.count(60) == 1:
+            raise KeyboardInterrupt
+        return measure(split, step, *rest)
+
+    monkeypatch.setattr(run, "_measurement", stop_at_60)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run.train(config, said.append)
+    assert not (config.output / "head").exists()
+    run.train(config, said.append)
+    assert f"going on after step 50 of {STEPS}" in said
+    one, other = (path / "head" / "model.safetensors" for path in (finished.config.output, config.output))
+    assert one.read_bytes() == other.read_bytes()
+    untimed = [
+        [each | {"tokens_per_second": None} for each in measurements(path)]
+        for path in (finished.config.output, config.output)
+    ]
+    # A measurement over steps that were done twice begins where the run went on.
+    assert [each for each in untimed[0] if each["split"] == "heldout"] == [
+        each for each in untimed[1] if each["split"] == "heldout"
+    ]
+    assert [each["step"] for each in untimed[0]] == [each["step"] for each in untimed[1]]
+
+
+def test_data_parallel_and_a_split_target_learn_the_same(finished):
+    training = dataclasses.replace(finished.config.training, steps=12, warmup_steps=3)
+    losses = []
+    for name, mesh, accumulate in (("one", TrainMesh(), 1), ("four", TrainMesh(data=2, tp=2), 1)):
+        config = another(finished, name, training=dataclasses.replace(training, accumulate=accumulate), mesh=mesh)
+        run.train(config, lambda line: None)
+        losses.append([each["loss"] for each in measurements(config.output)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
+
+
+def test_the_same_command_line_on_a_finished_run_and_a_changed_one(finished, capfd):
+    assert "this run is finished" in fails(capfd, "train-draft", str(finished.file))
+    changed = another(finished, "begun", seed=1)
+    changed.output.mkdir()
+    shutil.copy(finished.config.output / "config.json", changed.output)
+    with pytest.raises(UserError, match="output was"):
+        run.train(changed, lambda line: None)
+    (finished.directory / "full").mkdir()
+    (finished.directory / "full" / "file").touch()
+    with pytest.raises(UserError, match="holds files but no config"):
+        run.train(another(finished, "full"), lambda line: None)
+
+
+def test_a_damaged_checkpoint_is_named(finished):
+    config = another(finished, "damaged")
+    shutil.copytree(finished.config.output / "checkpoints", config.output / "checkpoints")
+    stored = json.loads((finished.config.output / "config.json").read_text()) | {"output": str(config.output)}
+    (config.output / "config.json").write_text(json.dumps(stored))
+    for path in (config.output / "checkpoints" / str(STEPS) / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(UserError, match=f"the checkpoint of step {STEPS} in .* is damaged"):
+        run.train(config, lambda line: None)
+
+
+def test_errors_of_the_command_are_one_line(finished, tmp_path, capfd):
+    assert "cannot be read" in fails(capfd, "train-draft", str(tmp_path / "none.yaml"))
+    file = write_config(tmp_path, "long", Path(finished.config.target), finished.config.data.prompts[0])
+    content = yaml.safe_load(file.read_text())
+    content["data"]["sequence_length"] = 100_000
+    file.write_text(yaml.safe_dump(content))
+    assert "sequence_length=100000 must be at most the target's 512" in fails(capfd, "train-draft", str(file))
+    content["data"]["sequence_length"] = 64
+    content["mesh"] = {"data": 8, "tp": 99}
+    content["training"]["batch_size"] = 8
+    file.write_text(yaml.safe_dump(content))
+    assert "needs 792 devices" in fails(capfd, "train-draft", str(file))
+    assert not (tmp_path / "long").exists()
+    assert jax.device_count() == 8 and main is not None
