@@ -39,7 +39,12 @@ class Item:
 
 
 def open_or_make(
-    config: DataConfig, target: str, tokenizer: Tokenizer, start: Callable[[int], LLM], seed: int
+    config: DataConfig,
+    target: str,
+    tokenizer: Tokenizer,
+    start: Callable[[int], LLM],
+    seed: int,
+    say: Callable[[str], None],
 ) -> Dataset:
     """The dataset of `config`, made now as far as it is not there yet.
 
@@ -70,11 +75,12 @@ def open_or_make(
     ]
     todo = [item for _, shard in missing for item in shard if item.given is None]
     if todo:
+        say(f"{len(todo):,} prompts to answer, in {sum(map(len, items.values())):,} records of {config.path}")
         llm = start(max(len(item.tokens) for item in todo) + config.max_tokens)
         answers = answer(llm, todo, config.max_tokens, config.max_num_seqs)
     else:
         answers = iter(())
-    _write_shards(missing, answers)
+    _write_shards(missing, answers, say)
     records = {split: len(of_split) for split, of_split in items.items()}
     partial = manifest.with_name(f".{MANIFEST}.partial")
     partial.write_text(json.dumps({"format": FORMAT, "records": records, "made_from": made_from}, indent=1) + "\n")
@@ -189,8 +195,11 @@ def _answered(request: Request) -> Record:
     return Record(tokens, np.arange(len(tokens)) >= len(request.prompt))
 
 
-def _write_shards(missing: Sequence[tuple[Path, Sequence[Item]]], answers: Iterator[tuple[Item, Record]]) -> None:
+def _write_shards(
+    missing: Sequence[tuple[Path, Sequence[Item]]], answers: Iterator[tuple[Item, Record]], say: Callable[[str], None]
+) -> None:
     """Writes each shard when it is complete, whatever the order in which answers come."""
+    started, tokens = time.perf_counter(), 0
     records = {path: [item.given for item in shard] for path, shard in missing}
     place = {id(item): (path, index) for path, shard in missing for index, item in enumerate(shard)}
     open_ = {path: sum(record is None for record in shard) for path, shard in records.items()}
@@ -202,10 +211,14 @@ def _write_shards(missing: Sequence[tuple[Path, Sequence[Item]]], answers: Itera
     for path, _ in missing:
         write_if_whole(path)
     for item, record in answers:
+        tokens += int(np.count_nonzero(record.is_answer))
         path, index = place[id(item)]
         records[path][index] = record
         open_[path] -= 1
         write_if_whole(path)
+        if path not in records:
+            speed = tokens / (time.perf_counter() - started)
+            say(f"{path.name} is written, {len(records)} files are to come; {speed:,.0f} answer tokens/s")
 
 
 def _encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:

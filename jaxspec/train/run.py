@@ -85,7 +85,6 @@ def train(config: TrainConfig, say: Say) -> Path:
 
 def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
     def start(context: int) -> LLM:
-        say(f"answering the prompts of {', '.join(path.name for path in config.data.prompts)} into {config.data.path}")
         return LLM(
             config.target,
             mesh=(1, config.mesh.tp, 1),
@@ -97,7 +96,7 @@ def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
             report=say,
         )
 
-    dataset = open_or_make(config.data, config.target, Tokenizer.load(checkpoint.path), start, config.seed)
+    dataset = open_or_make(config.data, config.target, Tokenizer.load(checkpoint.path), start, config.seed, say)
     gc.collect()  # the model that answered: it and its engine refer to each other
     return dataset
 
@@ -141,7 +140,11 @@ def _run(config: TrainConfig, trainer: Trainer, weights: Any, dataset: Dataset, 
                     measured = _measurement("train", step, tokens, speed, recent)
                     _append(metrics, measured)
                     recent, since, tokens_since = [], time.perf_counter(), tokens
-                    advance(0, f"loss {sum(measured.loss):.3f}, {measured.accepted_length:.2f} tokens a round")
+                    advance(
+                        0,
+                        f"loss {sum(measured.loss):.3f}, {measured.accepted_length:.2f} tokens a round, "
+                        f"{speed:,.0f} tokens/s",
+                    )
                 advance(1)
                 if step % training.evaluate_every == 0 or is_last:
                     every = [trainer.evaluate(state.params, weights, trainer.put(arrays)) for arrays in heldout]

@@ -112,7 +112,8 @@ def test_a_run_leaves_its_curves_its_report_and_says_what_it_does(finished):
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = (output / "report.md").read_text()
     assert f"{STEPS} steps" in report and "tokens a round" in report and report.count("| 4 |") == 1
-    assert any("answering the prompts of prompts.jsonl" in line for line in finished.said)
+    assert any("304 prompts to answer, in 304 records" in line for line in finished.said)
+    assert any("heldout-00000.arrayrecord is written, 0 files" in line for line in finished.said)
     assert any(f"step {STEPS} of {STEPS}: loss" in line for line in finished.said)
     assert any("the draft vocabulary of 192 tokens covers 99" in line for line in finished.said)
     assert str(output / "head") in finished.said[-1]
