@@ -89,7 +89,6 @@ def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
             config.target,
             mesh=(1, config.mesh.tp, 1),
             dtype=config.dtype,
-            attention="auto",
             max_num_seqs=config.data.max_num_seqs,
             max_model_len=context,
             chunk_size=256,

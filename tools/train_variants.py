@@ -1,0 +1,66 @@
+"""Trains variations of one configuration on the same data, and prints what each has learned, as a table.
+
+  python tools/train_variants.py configs/train/smollm2-eagle3.yaml \\
+      base full:head.draft_vocab_size=null short:training.unroll_steps=3,training.steps=1000
+
+Each variation is a name, and after a colon the keys that differ; it is kept in the configuration's `output` with the
+name after it. One that is finished is only read.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.numpy import load_file
+
+from jaxspec.config import build
+from jaxspec.train.config import TrainConfig
+from jaxspec.train.run import HEAD_DIRECTORY, train
+
+
+def vary(raw: dict[str, Any], name: str, changes: dict[str, Any]) -> TrainConfig:
+    varied = json.loads(json.dumps(raw))
+    varied["output"] = f"{raw['output']}-{name}"
+    for key, value in changes.items():
+        section, _, field = key.rpartition(".")
+        (varied[section] if section else varied)[field] = value
+    return build(varied, TrainConfig, name)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    name, _, changes = text.partition(":")
+    pairs = (change.split("=", 1) for change in changes.split(",") if change)
+    return name, {key: yaml.safe_load(value) for key, value in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("variants", nargs="+", type=parse, metavar="NAME[:KEY=VALUE,…]")
+    options = parser.parse_args()
+    raw = yaml.safe_load(options.config.read_text())
+    configs = {name: vary(raw, name, changes) for name, changes in options.variants}
+    print("| variant | M parameters | steps | M tokens | right in step 1, 2, … | tokens a round | s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for name, config in configs.items():
+        started = time.perf_counter()
+        if not (config.output / HEAD_DIRECTORY).exists():
+            train(config, lambda line: print(f"jaxspec: {line}", file=sys.stderr))
+        tensors = load_file(config.output / HEAD_DIRECTORY / "model.safetensors")
+        size = sum(array.size for name, array in tensors.items() if name not in ("d2t", "t2d"))
+        lines = (config.output / "metrics.jsonl").read_text().splitlines()
+        last = [each for line in lines if (each := json.loads(line))["split"] == "heldout"][-1]
+        accuracy = " ".join(f"{share:.3f}" for share in last["accuracy"])
+        print(
+            f"| {name} | {size / 1e6:.1f} | {last['step']} | {last['tokens'] / 1e6:.1f} | {accuracy} "
+            f"| {last['accepted_length']:.2f} | {time.perf_counter() - started:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
