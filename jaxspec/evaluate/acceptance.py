@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxspec.engine.output import RequestOutput
 from jaxspec.errors import UserError
@@ -22,12 +22,14 @@ class Answer:
     Attributes:
       turn: counted from 1.
       first_difference: index of the first token that is not plain decoding's; None where all are the same.
+      lead: by how much the target's likeliest token led the second there, in logits; None where it is not measured.
     """
 
     question: Question
     turn: int
     output: RequestOutput
     first_difference: int | None
+    lead: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,25 @@ def measure(llm: LLM, questions: Sequence[Question], params: SamplingParams, num
         answers=tuple(answers),
         seconds=seconds,
     )
+
+
+def with_leads(run: Run, measure: Callable[[Sequence[Sequence[int]]], Sequence[float]]) -> Run:
+    """The run with the leads of all answers that differ from plain decoding's.
+
+    Args:
+      measure: the leads after some texts, given as tokens.
+    """
+    texts = [
+        [*answer.output.prompt_token_ids, *answer.output.token_ids[: answer.first_difference]]
+        for answer in run.answers
+        if answer.first_difference is not None
+    ]
+    leads = iter(measure(texts))
+    answers = [
+        answer if answer.first_difference is None else dataclasses.replace(answer, lead=next(leads))
+        for answer in run.answers
+    ]
+    return dataclasses.replace(run, answers=tuple(answers))
 
 
 def context_for(questions: Sequence[Question], max_tokens: int, tokenizer: Tokenizer, limit: int) -> int:

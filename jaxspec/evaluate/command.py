@@ -16,7 +16,8 @@ import jax
 
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
 from jaxspec.errors import UserError
-from jaxspec.evaluate.acceptance import Run, context_for, measure
+from jaxspec.evaluate.acceptance import Run, context_for, measure, with_leads
+from jaxspec.evaluate.margins import leads
 from jaxspec.evaluate.questions import Question, read_questions
 from jaxspec.evaluate.report import as_json, as_tables, draw
 from jaxspec.llm import ATTENTION, DTYPES, LLM, check_at_least, check_options
@@ -103,6 +104,10 @@ def run(options: argparse.Namespace) -> None:
     for number, (draft, tree) in enumerate(pairs, 2):
         _say(f"run {number} of {num_runs}: draft {draft}, tree {tree}")
         drafted.append(_measure(start, questions, params, options.max_num_seqs, draft, tree, plain))
+    if params.is_greedy:
+        gc.collect()
+        measured = functools.partial(leads, checkpoint, read_config(checkpoint.config), DTYPES[plain.dtype])
+        drafted = [with_leads(run, measured) for run in drafted]
     print(as_tables(plain, drafted))
     if options.output is not None:
         settings = {

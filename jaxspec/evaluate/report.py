@@ -24,7 +24,8 @@ def as_tables(plain: Run, drafted: Sequence[Run]) -> str:
         for run, total in zip(runs, totals, strict=True)
     ]
     speeds = _table(["draft", "tree", "tokens a round", "tokens/s", "speed-up", "identical"], rows, num_names=2)
-    return "\n\n".join([speeds, _positions(drafted, totals[1:]), _categories(plain, drafted)])
+    tables = [speeds, _positions(drafted, totals[1:]), _categories(plain, drafted)]
+    return "\n\n".join([*tables, *filter(None, [_differences(drafted)])])
 
 
 def as_json(plain: Run, drafted: Sequence[Run]) -> list[dict[str, Any]]:
@@ -91,6 +92,7 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "accepted_lengths": output.accepted_lengths,
         "first_difference": answer.first_difference,
+        "lead": answer.lead,
     }
 
 
@@ -111,6 +113,19 @@ def _categories(plain: Run, drafted: Sequence[Run]) -> str:
         for category, each in by_category(plain).items()
     ]
     return _table(["tokens a round by category", "answers", *(_label(run) for run in drafted)], rows)
+
+
+def _differences(drafted: Sequence[Run]) -> str:
+    """A line for each run whose answers differ from plain decoding's where that has been measured."""
+    lines = []
+    for run in drafted:
+        leads = [answer.lead for answer in run.answers if answer.lead is not None]
+        if leads:
+            lines.append(
+                f"{_label(run)}: {len(leads)} of {len(run.answers)} answers differ from plain decoding's; where they "
+                f"first do, the likeliest token led by {max(leads):.2g} at most, in logits"
+            )
+    return "\n".join(lines)
 
 
 def _label(run: Run) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxspec.drafts.eagle3_head import Eagle3Head
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.whole_text import read_whole
 from jaxspec.speculate.taps import tap_observer
 from jaxspec.train.dataset import Batch
 
@@ -36,23 +37,11 @@ def read_target(
 ) -> tuple[Float[Array, "B S taps E"], Float[Array, "B S E"]]:
     """What the head learns from: the taps, and the states after the final norm. The target is on one stage."""
     (b, s), layout = batch.tokens.shape, target.layout
-    mask = sees(batch)[:, None]
-
-    def attend(cache: None, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        q, k, v = (x.reshape(b, s, *x.shape[1:]) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask).reshape(b * s, -1), None
-
     gathered: Array | None = jnp.zeros((b * s, len(taps), layout.config.hidden_size), layout.dtype)
-    x, _, gathered = target.stage(
-        target.embed(batch.tokens.reshape(-1)),
-        batch.positions.reshape(-1),
-        attend,
-        None,
-        tap_observer(taps, layout),
-        gathered,
-    )
+    observe = tap_observer(taps, layout)
+    hidden, gathered = read_whole(target, batch.tokens, batch.positions, sees(batch), observe, gathered)
     assert gathered is not None
-    return gathered.reshape(b, s, len(taps), -1), target.final_hidden(x).reshape(b, s, -1)
+    return gathered.reshape(b, s, len(taps), -1), hidden
 
 
 def unroll(
