@@ -1,10 +1,13 @@
 """The `jaxspec` command: `generate`, `convert`, `train-draft` and `bench`."""
 
+import _thread
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `jaxspec` command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        with _no_interrupt_is_lost():
+            options.run(options)
     except UserError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -43,6 +47,24 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read the text has had enough
         return 141
     return 0
+
+
+@contextlib.contextmanager
+def _no_interrupt_is_lost() -> Iterator[None]:
+    """One that comes while C calls Python, as JAX lets the garbage collector do, is else only printed."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            _thread.interrupt_main()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _fail(message: str) -> NoReturn:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
+import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,17 @@ def read_config[Config](path: Path, kind: type[Config]) -> Config:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): give a YAML file") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not YAML ({' '.join(str(error).split())}): correct it") from error
     return build(raw, kind, str(path))
 
 
 def build[Config](raw: Any, kind: type[Config], where: str, section: str = "") -> Config:
-    """The dataclass `kind` from a parsed mapping; `section` is the path of keys to it, with a dot at its end."""
+    """The dataclass `kind` from a parsed mapping; `section` is the path of keys to it, with a dot at its end.
+
+    Raises:
+      UserError: as of `read_config`.
+    """
     if not isinstance(raw, Mapping):
         raise UserError(f"{where}: {section.rstrip('.') or 'the file'} must be keys with values, not {raw!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -77,7 +82,7 @@ def _value(raw: Any, kind: Any, rule: Rule | None, where: str, key: str) -> Any:
         (kind,) = (member for member in members if member is not type(None))
         return _value(raw, kind, rule, where, key)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return build(raw, kind, where, f"{key}.")
+        return build({} if raw is None else raw, kind, where, f"{key}.")  # a section with nothing in it
     if typing.get_origin(kind) is tuple:
         if not isinstance(raw, list):
             raise UserError(f"{where}: {key}={raw!r} must be a list")
@@ -95,11 +100,31 @@ def _scalar(raw: Any, kind: Any) -> Any:
     if kind is float and isinstance(raw, str):
         # YAML 1.1 reads 1e-4, without a dot, as a text.
         try:
-            return float(raw)
+            raw = float(raw)
         except ValueError:
             return None
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
+    if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
+        return float(raw) if abs(raw) <= sys.float_info.max else None
     if kind is Path and isinstance(raw, str) and raw:
-        return Path(raw)
+        return Path(raw).expanduser()
     return raw if type(raw) is kind else None
+
+
+def refuse_changes(
+    stored: Any, wanted: Any, where: str, remedy: str, free: Collection[str] = (), section: str = ""
+) -> None:
+    """Requires two parsed mappings to say the same.
+
+    Args:
+      where: what holds the stored one, at the beginning of the message.
+      free: keys, with their sections, that may differ.
+
+    Raises:
+      UserError: they don't; it names the first key that differs, and both values.
+    """
+    for key in sorted({*stored, *wanted}):
+        name, before, now = f"{section}{key}", stored.get(key), wanted.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            refuse_changes(before, now, where, remedy, free, f"{name}.")
+        elif before != now and name not in free:
+            raise UserError(f"{where}: {name} was {before!r} and is {now!r}; {remedy}")

@@ -76,28 +76,35 @@ def make_mesh(shape: MeshShape) -> Mesh:
     Raises:
       UserError: there are fewer devices than the mesh needs.
     """
-    if 1 < shape.size <= _MOST_SIMULATED:
-        simulate_cpu_devices(shape.size)
+    devices = find_devices(shape.size, f"mesh {shape}")
+    return jax.make_mesh((shape.pp, shape.tp, shape.dcp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def find_devices(count: int, name: str) -> list[jax.Device]:
+    """The first `count` devices, simulated on CPUs where they must be; `name` is who needs them.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    if 1 < count <= _MOST_SIMULATED:
+        _simulate_cpu_devices(count)
     devices = jax.devices()
-    if len(devices) < shape.size:
+    if len(devices) < count:
         if devices[0].platform != "cpu":
             remedy = "choose a smaller mesh"
-        elif shape.size > _MOST_SIMULATED:
+        elif count > _MOST_SIMULATED:
             remedy = f"choose a smaller mesh; at most {_MOST_SIMULATED} devices are simulated"
         else:
-            remedy = f"make the largest mesh before JAX is used, or start with JAX_NUM_CPU_DEVICES={shape.size}"
-        raise UserError(f"mesh {shape} needs {shape.size} devices but there are {len(devices)}: {remedy}")
-    return jax.make_mesh(
-        (shape.pp, shape.tp, shape.dcp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: shape.size]
-    )
+            remedy = f"make the largest mesh before JAX is used, or start with JAX_NUM_CPU_DEVICES={count}"
+        raise UserError(f"{name} needs {count} devices but there are {len(devices)}: {remedy}")
+    return devices[:count]
 
 
 def is_simulated(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def simulate_cpu_devices(count: int) -> None:
-    """On CPUs, makes JAX show so many devices; it must not be in use yet."""
+def _simulate_cpu_devices(count: int) -> None:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
             jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,8 +105,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError("this checkpoint has no chat template: give plain text instead of chat messages")
         try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(
+            return _compiled(self.chat_template).render(
                 messages=messages, add_generation_prompt=for_answer, tools=None, documents=None, **self.special
             )
         except (jinja2.TemplateError, TypeError) as error:
@@ -171,6 +171,11 @@ def _template(value: Any) -> str | None:
     if isinstance(value, list):
         return next((entry["template"] for entry in value if entry.get("name") == "default"), None)
     return value or None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
 def _environment() -> jinja2.Environment:

@@ -1,10 +1,10 @@
 """Trains variations of one configuration on the same data, and prints what each has learned, as a table.
 
   python tools/train_variants.py configs/train/smollm2-eagle3.yaml \\
-      base full:head.draft_vocab_size=null short:training.unroll_steps=3,training.steps=1000
+      base full:head.draft_vocab_size=null "low:head.taps=[2,8,15];training.steps=1000"
 
-Each variation is a name, and after a colon the keys that differ; it is kept in the configuration's `output` with the
-name after it. One that is finished is only read.
+Each variation is a name, and after a colon the keys that differ, with semicolons between; it is kept in the
+configuration's `output` with the name after it. One that is finished is only read.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxspec.config import build
+from jaxspec.errors import UserError
 from jaxspec.train.config import TrainConfig
 from jaxspec.train.run import HEAD_DIRECTORY, train
 
@@ -27,21 +28,28 @@ def vary(raw: dict[str, Any], name: str, changes: dict[str, Any]) -> TrainConfig
     varied["output"] = f"{raw['output']}-{name}"
     for key, value in changes.items():
         section, _, field = key.rpartition(".")
-        (varied[section] if section else varied)[field] = value
+        (varied.setdefault(section, {}) if section else varied)[field] = value
     return build(varied, TrainConfig, name)
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     name, _, changes = text.partition(":")
-    pairs = (change.split("=", 1) for change in changes.split(",") if change)
+    pairs = (change.split("=", 1) for change in changes.split(";") if change)
     return name, {key: yaml.safe_load(value) for key, value in pairs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("variants", nargs="+", type=parse, metavar="NAME[:KEY=VALUE,…]")
+    parser.add_argument("variants", nargs="+", type=parse, metavar="NAME[:KEY=VALUE;…]")
     options = parser.parse_args()
+    try:
+        compare(options)
+    except UserError as error:
+        sys.exit(f"jaxspec: {error}")
+
+
+def compare(options: argparse.Namespace) -> None:
     raw = yaml.safe_load(options.config.read_text())
     configs = {name: vary(raw, name, changes) for name, changes in options.variants}
     print("| variant | M parameters | steps | M tokens | right in step 1, 2, … | tokens a round | s |")

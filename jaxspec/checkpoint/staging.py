@@ -37,6 +37,17 @@ def staged_directory(destination: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place when it is complete, and else is gone."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _refuse_existing(destination: Path) -> None:
     if destination.is_dir() and not any(destination.iterdir()):
         return

@@ -1,20 +1,20 @@
 """`jaxspec bench acceptance`: its options, and what it prints and writes."""
 
 import argparse
-import contextlib
 import functools
 import gc
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.errors import UserError
 from jaxspec.evaluate.acceptance import Run, context_for, measure, with_leads
 from jaxspec.evaluate.margins import leads
@@ -181,22 +181,11 @@ def _has_matplotlib() -> bool:
 
 
 def _write(directory: Path, result: dict[str, Any], drafted: Sequence[Run]) -> None:
-    with _whole(directory / "acceptance.json") as path:
+    with whole_file(directory / "acceptance.json") as path:
         path.write_text(json.dumps(result) + "\n")
     if _has_matplotlib():
-        with _whole(directory / "acceptance.png") as path:
+        with whole_file(directory / "acceptance.png") as path:
             draw(drafted, path)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place when it is complete, and else is gone."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _say(line: str) -> None:

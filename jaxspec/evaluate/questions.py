@@ -22,12 +22,14 @@ class Question:
       category: as its file has it, else the name of the file (of its folder, where the file is named after a split).
       turns: what the user says, each after the answer to the one before.
       context: chat messages before the first turn, if any: a system prompt, say.
+      split: as its file has it, such as train or heldout.
     """
 
     id: str
     category: str
     turns: tuple[str, ...]
     context: tuple[Mapping[str, str], ...] = ()
+    split: str | None = None
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
@@ -77,7 +79,7 @@ def _parse(line: str, number: int, path: Path) -> Question:
     category = row.get("category", path.resolve().parent.name if path.stem in _SPLITS else path.stem)
     if not _is_text(category):
         raise UserError(f"{where}: category={category!r} must be a text; leave it out to take the file's name")
-    return Question(str(id_), category, *_asked(row, where))
+    return Question(str(id_), category, *_asked(row, where), split=row.get("split"))
 
 
 def _asked(row: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[Mapping[str, str], ...]]:

@@ -8,6 +8,7 @@ from jaxspec.config import above, at_least, between, one_of, read_config
 from jaxspec.errors import UserError
 
 LOSSES = ("kl", "acceptance")
+SEQUENCE_STEP = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class DataConfig:
       max_num_seqs: prompts that are answered at once.
       conversations: JSONL files with `messages`, used as they are.
       texts: plain text files, used as they are.
+      seed: of the noise of sampled answers.
       sequence_length: tokens of a row; longer conversations are cut there, and texts into pieces of so many.
       heldout_every: of the prompts, conversations and pieces of a file one in so many is kept for the evaluation;
         where rows have a field `split`, those with `heldout` are.
@@ -32,6 +34,7 @@ class DataConfig:
     temperatures: tuple[float, ...] = field(default=(0.0, 1.0), metadata=between(0, 10))
     max_tokens: int = field(default=512, metadata=at_least(1))
     max_num_seqs: int = field(default=8, metadata=at_least(1))
+    seed: int = field(default=0, metadata=between(0, 2**31 - 1))
     conversations: tuple[Path, ...] = ()
     texts: tuple[Path, ...] = ()
     sequence_length: int = field(default=1024, metadata=at_least(2))
@@ -89,8 +92,8 @@ class TrainingConfig:
     final_learning_rate: float = field(default=0.0, metadata=at_least(0))
     warmup_steps: int = field(default=100, metadata=at_least(0))
     weight_decay: float = field(default=0.0, metadata=at_least(0))
-    beta1: float = field(default=0.9, metadata=between(0, 1))
-    beta2: float = field(default=0.95, metadata=between(0, 1))
+    beta1: float = field(default=0.9, metadata=between(0, 0.9999))
+    beta2: float = field(default=0.95, metadata=between(0, 0.9999))
     clip: float = field(default=0.5, metadata=above(0))
     evaluate_every: int = field(default=200, metadata=at_least(1))
     evaluation_batches: int = field(default=8, metadata=at_least(1))
@@ -116,8 +119,8 @@ class TrainConfig:
     target: str
     output: Path
     data: DataConfig
-    head: HeadConfig
     training: TrainingConfig
+    head: HeadConfig = HeadConfig()
     mesh: TrainMesh = TrainMesh()
     dtype: str = field(default="auto", metadata=one_of("auto", "float32", "bfloat16"))
     seed: int = field(default=0, metadata=between(0, 2**31 - 1))
@@ -126,22 +129,33 @@ class TrainConfig:
 def read_train_config(path: Path) -> TrainConfig:
     """Raises `UserError` for a file that is not such a configuration, or contradicts itself."""
     config = read_config(path, TrainConfig)
+    check(config, str(path))
+    return config
+
+
+def check(config: TrainConfig, where: str) -> None:
+    """Raises `UserError` for keys that contradict each other; `where` begins its message."""
     data, training, mesh = config.data, config.training, config.mesh
     if not (data.prompts or data.conversations or data.texts):
-        raise UserError(f"{path}: data names no prompts, conversations or texts: give files of at least one kind")
+        raise UserError(f"{where}: data names no prompts, conversations or texts: give files of at least one kind")
     if data.prompts and not data.temperatures:
         raise UserError(
-            f"{path}: data.temperatures is empty: give one for each answer of a prompt, for instance [0, 1]"
+            f"{where}: data.temperatures is empty: give one for each answer of a prompt, for instance [0, 1]"
         )
     if training.batch_size % mesh.data:
         raise UserError(
-            f"{path}: training.batch_size={training.batch_size} must divide over the mesh.data={mesh.data} groups of "
+            f"{where}: training.batch_size={training.batch_size} must divide over the mesh.data={mesh.data} groups of "
             "devices"
         )
     if training.warmup_steps >= training.steps:
         raise UserError(
-            f"{path}: training.warmup_steps={training.warmup_steps} must be less than training.steps={training.steps}"
+            f"{where}: training.warmup_steps={training.warmup_steps} must be less than "
+            f"training.steps={training.steps}: give fewer of the former"
+        )
+    if data.sequence_length % SEQUENCE_STEP:
+        raise UserError(
+            f"{where}: data.sequence_length={data.sequence_length} must be a multiple of {SEQUENCE_STEP}, the least "
+            "number of rows that attention takes at once"
         )
     if config.head.norm_before_fc and config.head.fc_norm:
-        raise UserError(f"{path}: head.norm_before_fc and head.fc_norm normalise the same features: choose one")
-    return config
+        raise UserError(f"{where}: head.norm_before_fc and head.fc_norm normalise the same features: choose one")

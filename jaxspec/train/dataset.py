@@ -3,11 +3,12 @@
 dataset.json               what the files were made from, and how many records each has
 train-00000.arrayrecord    records of `encode`, in the order in which they were asked for
 heldout-00000.arrayrecord  the same of what is kept for the evaluation
+statistics.safetensors     how often each token is in the answers, and how long conversations are
 """
 
 import dataclasses
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Array, Bool, Int
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load, load_file, save, save_file
 
 from jaxspec.checkpoint.json_file import read_json
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.errors import UserError
 
 FORMAT = 1
 MANIFEST = "dataset.json"
 TRAIN, HELDOUT = "train", "heldout"
 _SUFFIX = ".arrayrecord"
+_STATISTICS = "statistics.safetensors"
 _MAKE_AGAIN = "remove the directory, and it is made again"
 # grain reads records alone and in any order.
 _WRITER_OPTIONS = "group_size:1"
@@ -76,12 +79,30 @@ def decode(stored: bytes) -> Record:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """A file that is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    writer = ArrayRecordWriter(str(partial), _WRITER_OPTIONS)
-    for record in records:
-        writer.write(encode(record))
-    writer.close()
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        try:
+            writer = ArrayRecordWriter(str(partial), _WRITER_OPTIONS)
+            for record in records:
+                writer.write(encode(record))
+            writer.close()
+        except (RuntimeError, OSError) as error:  # a full disk is the former
+            raise UserError(f"cannot write {path} ({_first_line(error)}): free space there") from error
+
+
+def finish_dataset(directory: Path, records: Mapping[str, int], made_from: Mapping[str, Any]) -> None:
+    """Writes `dataset.json`, with the number of records of each split, and the lengths and counts of `Dataset`."""
+    source = Dataset(directory, dict(made_from)).source(TRAIN)
+    counts, lengths = np.zeros(0, np.int64), np.zeros(len(source), np.int32)
+    for index in range(len(source)):
+        record = source[index]
+        said = np.bincount(record.tokens[record.is_answer])
+        counts = np.pad(counts, (0, max(0, len(said) - len(counts))))
+        counts[: len(said)] += said
+        lengths[index] = len(record.tokens)
+    with whole_file(directory / _STATISTICS) as partial:
+        save_file({"counts": counts, "lengths": lengths}, partial)
+    with whole_file(directory / MANIFEST) as partial:
+        partial.write_text(json.dumps({"format": FORMAT, "records": records, "made_from": made_from}, indent=1) + "\n")
 
 
 def shard_path(directory: Path, split: str, number: int) -> Path:
@@ -109,9 +130,13 @@ class Dataset:
             raise UserError(
                 f"{directory} has data format {manifest.get('format')!r}, this jaxspec reads {FORMAT}: {_MAKE_AGAIN}"
             )
-        dataset = cls(directory, manifest["made_from"])
-        for split in (TRAIN, HELDOUT):
-            found, wanted = len(dataset.source(split)), manifest["records"][split]
+        try:
+            dataset = cls(directory, manifest["made_from"])
+            records = {split: manifest["records"][split] for split in (TRAIN, HELDOUT)}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{directory / MANIFEST} is damaged ({error!r}): {_MAKE_AGAIN}") from error
+        for split, wanted in records.items():
+            found = len(dataset.source(split))
             if found != wanted:
                 raise UserError(f"{directory} holds {found} {split} records, its manifest says {wanted}: {_MAKE_AGAIN}")
         return dataset
@@ -121,12 +146,19 @@ class Dataset:
 
     def token_counts(self, vocab_size: int) -> Int[np.ndarray, "V"]:
         """How often each token is in the answers of the training split."""
-        counts = np.zeros(vocab_size, np.int64)
-        source = self.source(TRAIN)
-        for index in range(len(source)):
-            record = source[index]
-            counts += np.bincount(record.tokens[record.is_answer], minlength=vocab_size)
-        return counts
+        counts = self._statistics("counts")
+        return np.pad(counts, (0, vocab_size - len(counts)))
+
+    def share_beyond(self, length: int) -> float:
+        """Share of the training split's tokens that stand beyond so many of their conversation."""
+        lengths = self._statistics("lengths")
+        return float(np.maximum(lengths - length, 0).sum() / max(lengths.sum(), 1))
+
+    def _statistics(self, name: str) -> np.ndarray:
+        try:
+            return load_file(self.directory / _STATISTICS)[name]
+        except (OSError, KeyError, SafetensorError) as error:
+            raise UserError(f"{self.directory / _STATISTICS} is damaged ({error}): {_MAKE_AGAIN}") from error
 
 
 class RecordSource:

@@ -122,11 +122,10 @@ def export_head(
     Raises:
       UserError: `directory` is taken.
     """
-    prefix = {"layers.0.": "midlayer."} if config.layer.num_layers == 1 else {}
     published: dict[str, np.ndarray] = {}
     for name, tensor in canonical.items():
-        for ours, theirs in prefix.items():
-            name = name.replace(ours, theirs)
+        if config.layer.num_layers == 1:
+            name = name.replace("layers.0.", "midlayer.")
         dtype = tensor.dtype if tensor.dtype == np.int64 else ml_dtypes.bfloat16
         published[name] = np.ascontiguousarray(tensor, dtype)
     if DRAFT_TO_TARGET in canonical:

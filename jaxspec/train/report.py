@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.train.config import TrainConfig
 
 CURVES, REPORT = "curves.png", "report.md"
@@ -48,11 +49,13 @@ def write_report(
 ) -> None:
     """`report.md`, and `curves.png` where matplotlib is installed."""
     heldout = [each for each in measured if each.split == "heldout"]
-    (directory / REPORT).write_text(_as_text(config, measured, heldout))
+    with whole_file(directory / REPORT) as partial:
+        partial.write_text(_as_text(config, measured, heldout))
     if importlib.util.find_spec("matplotlib") is None:
         say(f"{CURVES} is missing, for matplotlib is: `uv sync --extra plot`, or `pip install matplotlib`")
     else:
-        _draw(measured, heldout, directory / CURVES)
+        with whole_file(directory / CURVES) as partial:
+            _draw(measured, heldout, partial)
 
 
 def _as_text(config: TrainConfig, measured: Sequence[Measurement], heldout: Sequence[Measurement]) -> str:

@@ -16,17 +16,19 @@ from flax import nnx
 from jaxtyping import Int
 
 from jaxspec.checkpoint.default_model import open_model
+from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.restore import restore_decoder
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.checkpoint.store import Checkpoint
+from jaxspec.config import refuse_changes
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.eagle3_head import unpack_head
 from jaxspec.errors import UserError
 from jaxspec.llm import DTYPES, LLM
 from jaxspec.models.registry import read_config
 from jaxspec.progress import progress_bar
-from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.answers import open_or_make
-from jaxspec.train.config import TrainConfig
+from jaxspec.train.config import TrainConfig, check
 from jaxspec.train.dataset import Dataset, heldout_batches, training_batches
 from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent
 from jaxspec.train.loss import Sums
@@ -37,6 +39,17 @@ HEAD_DIRECTORY = "head"
 _CONFIG, _CHECKPOINTS, _METRICS = "config.json", "checkpoints", "metrics.jsonl"
 _KEPT_CHECKPOINTS = 2
 _LOG_EVERY = 10
+_CHUNK_SIZE = 256  # of the prompts that are answered: one enters in a round
+# What does not decide the parameters at the end, but for rounding.
+_MAY_CHANGE = {
+    "output",
+    "data.max_num_seqs",
+    "mesh.data",
+    "mesh.tp",
+    "training.evaluate_every",
+    "training.evaluation_batches",
+    "training.checkpoint_every",
+}
 
 type Say = Callable[[str], None]
 
@@ -53,6 +66,7 @@ def train(config: TrainConfig, say: Say) -> Path:
     Raises:
       UserError: the configuration does not fit the target, the data or what `config.output` holds.
     """
+    check(config, "the configuration")
     checkpoint = open_model(config.target)
     target = read_config(checkpoint.config)
     head = head_config(config.head, target)
@@ -62,11 +76,13 @@ def train(config: TrainConfig, say: Say) -> Path:
             f"data.sequence_length={config.data.sequence_length} must be at most the target's {target.max_positions}"
         )
     exported = config.output / HEAD_DIRECTORY
+    _check_output(config)
     if exported.exists():
-        raise UserError(f"{exported} is there already: this run is finished; give another output for a new one")
-    _open_output(config)
+        say(f"this run is finished: the head is in {exported}")
+        return exported
 
     dataset = _dataset(config, checkpoint, say)
+    _tell_what_is_cut(dataset, config.data.sequence_length, say)
     ids = _vocabulary(head, dataset, say)
     is_gpu = mesh.devices.flat[0].platform != "cpu"
     dtype = DTYPES[("bfloat16" if is_gpu else "float32") if config.dtype == "auto" else config.dtype]
@@ -77,8 +93,12 @@ def train(config: TrainConfig, say: Say) -> Path:
     trainer = build_trainer(head, config.training, layout, mesh, (graph, nnx.get_partition_spec(weights)), canonical)
     size = sum(array.size for array in jax.tree.leaves(trainer.initial))
     say(f"training {size / 1e6:.1f} M parameters in float32, computing in {dtype.name}")
-    state = _run(config, trainer, weights, dataset, say)
-    export_head(exported, head, target, unpack_head(head, layout, trainer.arrays(state)))
+    try:
+        _begin_output(config)
+        state = _run(config, trainer, weights, dataset, say)
+        export_head(exported, head, target, unpack_head(head, layout, trainer.arrays(state)))
+    except OSError as error:
+        raise UserError(f"cannot write {config.output} ({error}): free space there, and start again") from error
     say(f"the head is in {exported}, the curves and the report are in {config.output}")
     return exported
 
@@ -91,13 +111,18 @@ def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
             dtype=config.dtype,
             max_num_seqs=config.data.max_num_seqs,
             max_model_len=context,
-            chunk_size=256,
+            chunk_size=_CHUNK_SIZE,
             report=say,
         )
 
-    dataset = open_or_make(config.data, config.target, Tokenizer.load(checkpoint.path), start, config.seed, say)
+    dataset = open_or_make(config.data, checkpoint, start, say)
     gc.collect()  # the model that answered: it and its engine refer to each other
     return dataset
+
+
+def _tell_what_is_cut(dataset: Dataset, length: int, say: Say) -> None:
+    if share := dataset.share_beyond(length):
+        say(f"{share:.1%} of the training tokens stand beyond data.sequence_length={length} and are left out")
 
 
 def _vocabulary(head: Eagle3Config, dataset: Dataset, say: Say) -> Int[np.ndarray, "V_d"]:
@@ -124,7 +149,7 @@ def _run(config: TrainConfig, trainer: Trainer, weights: Any, dataset: Dataset, 
         _forget_after(metrics, step)
         recent: list[Sums] = []
         since, tokens_since = time.perf_counter(), tokens
-        with progress_bar("training", training.steps, is_shown=True, done=step) as advance:
+        with progress_bar("trained steps", training.steps, is_shown=True, done=step, say=say) as advance:
             while step < training.steps:
                 for _ in range(training.accumulate):
                     arrays = next(batches)
@@ -152,12 +177,14 @@ def _run(config: TrainConfig, trainer: Trainer, weights: Any, dataset: Dataset, 
                     say(f"step {step} of {training.steps}: {measured}")
                     since, tokens_since = time.perf_counter(), tokens
                 if step % training.checkpoint_every == 0 or is_last:
+                    _require_finite(sums, step)
                     _save(manager, step, state, batches, tokens)
     write_report(config, read_measurements(metrics), config.output, say)
     return state
 
 
 def _measurement(split: str, step: int, tokens: int, speed: float | None, sums: list[Sums]) -> Measurement:
+    _require_finite(sums[-1], step)
     total = jax.tree.map(lambda *parts: sum(np.asarray(part, np.float64) for part in parts), *sums)
     return Measurement(
         split=split,
@@ -170,36 +197,37 @@ def _measurement(split: str, step: int, tokens: int, speed: float | None, sums: 
     )
 
 
+def _require_finite(sums: Sums, step: int) -> None:
+    if not np.isfinite(sums.loss).all():
+        raise UserError(
+            f"the loss of step {step} is not finite: lower training.learning_rate, or raise training.warmup_steps, and "
+            "give another output"
+        )
+
+
 # What a run leaves behind
 
 
-def _open_output(config: TrainConfig) -> None:
-    """A new directory, or that of a run with the same configuration."""
-    stored, path = json.loads(json.dumps(dataclasses.asdict(config), default=str)), config.output / _CONFIG
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            _check_same(json.loads(path.read_text()), stored, config.output)
-        elif any(config.output.iterdir()):
-            raise UserError(
-                f"output {config.output} holds files but no {_CONFIG}: give another one, or an empty directory"
-            )
-        else:
-            path.write_text(json.dumps(stored, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"output {config.output} cannot be used ({error}): give another one") from error
+def _check_output(config: TrainConfig) -> None:
+    """Requires a directory that is new, or that of a run that would end with the same parameters."""
+    output, begun = config.output, config.output / _CONFIG
+    if begun.is_file():
+        stored = read_json(begun, "remove the directory, or give another output")
+        where = f"{output} holds a run of another configuration"
+        refuse_changes(stored, _as_json(config), where, "give another output, or remove the directory", _MAY_CHANGE)
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output {output} holds files but no {_CONFIG}: give another one, or an empty directory")
 
 
-def _check_same(stored: dict[str, Any], wanted: dict[str, Any], output: Path, section: str = "") -> None:
-    for key in wanted:
-        before, now = stored.get(key), wanted[key]
-        if isinstance(before, dict) and isinstance(now, dict):
-            _check_same(before, now, output, f"{section}{key}.")
-        elif before != now:
-            raise UserError(
-                f"{output} holds a run of another configuration: {section}{key} was {before!r} and is {now!r}; "
-                "give another output, or remove the directory"
-            )
+def _begin_output(config: TrainConfig) -> None:
+    config.output.mkdir(parents=True, exist_ok=True)
+    with whole_file(config.output / _CONFIG) as partial:
+        partial.write_text(json.dumps(_as_json(config), indent=1) + "\n")
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    as_json: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return as_json
 
 
 def _checkpoints(output: Path) -> ocp.CheckpointManager:
@@ -239,8 +267,8 @@ def _restore(
         )
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
         raise UserError(
-            f"the checkpoint of step {step} in {output} is damaged ({str(error).splitlines()[0]}): remove its "
-            "directory to go on from the one before it"
+            f"the checkpoint of step {step} in {output} cannot be restored ({str(error).splitlines()[0]}): if its "
+            "files are damaged, remove its directory to go on from the one before it"
         ) from error
     return TrainState(restored.state["params"], restored.state["optimizer"]), restored.tokens
 
@@ -253,4 +281,5 @@ def _append(path: Path, measured: Measurement) -> None:
 def _forget_after(path: Path, step: int) -> None:
     """Drops measurements of steps that are done again."""
     kept = [measured for measured in read_measurements(path) if measured.step <= step]
-    path.write_text("".join(json.dumps(dataclasses.asdict(measured)) + "\n" for measured in kept))
+    with whole_file(path) as partial:
+        partial.write_text("".join(json.dumps(dataclasses.asdict(measured)) + "\n" for measured in kept))

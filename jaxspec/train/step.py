@@ -22,8 +22,7 @@ from jaxtyping import Array, Float
 from jaxspec.checkpoint.restore import abstract_module
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.eagle3_head import Eagle3Head, pack_head
-from jaxspec.errors import UserError
-from jaxspec.mesh import AXES, MeshShape, simulate_cpu_devices
+from jaxspec.mesh import AXES, MeshShape, find_devices
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, DecoderLayout
 from jaxspec.precision import matmul_precision
@@ -50,18 +49,8 @@ class TrainState:
 def train_mesh(shape: TrainMesh) -> Mesh:
     """Raises `UserError` where there are fewer devices than it needs."""
     sizes = {DATA: shape.data, "pp": 1, "tp": shape.tp, "dcp": 1}
-    needed = math.prod(sizes.values())
-    if needed > 1:
-        simulate_cpu_devices(needed)
-    devices = jax.devices()
-    if len(devices) < needed:
-        raise UserError(
-            f"mesh data={shape.data}, tp={shape.tp} needs {needed} devices but there are {len(devices)}: "
-            "choose a smaller one"
-        )
-    return jax.make_mesh(
-        tuple(sizes.values()), (DATA, *AXES), axis_types=(AxisType.Auto,) * 4, devices=devices[:needed]
-    )
+    devices = find_devices(math.prod(sizes.values()), f"mesh data={shape.data}, tp={shape.tp}")
+    return jax.make_mesh(tuple(sizes.values()), (DATA, *AXES), axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
 def train_layout(config: ModelConfig, shape: TrainMesh, dtype: np.dtype) -> DecoderLayout:

@@ -6,6 +6,7 @@ import pytest
 from test_acceptance import DRAFTED
 from test_cli import HEAD, fails, needs_model
 
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.cli import main
 from jaxspec.evaluate import command
 
@@ -70,7 +71,7 @@ def test_a_file_that_is_not_finished_leaves_the_one_before_it(tmp_path):
     (tmp_path / "acceptance.json").write_text("before")
     with pytest.raises(TypeError):
         command._write(tmp_path, {"runs": object()}, [DRAFTED])
-    with pytest.raises(KeyboardInterrupt), command._whole(tmp_path / "acceptance.json") as partial:
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "acceptance.json") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]

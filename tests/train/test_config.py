@@ -45,6 +45,8 @@ def test_defaults_and_numbers_as_yaml_writes_them(read):
     assert (rates.training.learning_rate, rates.training.clip) == (1e-4, 1.0)
     assert read(with_(head={"taps": [2, 15, 27]})).head.taps == (2, 15, 27)
     assert read(with_(head={"draft_vocab_size": None})).head.draft_vocab_size is None
+    assert read(LEAST | {"head": None}) == read({key: value for key, value in LEAST.items() if key != "head"})
+    assert read(LEAST | {"output": "~/runs"}).output == Path.home() / "runs"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,10 @@ def test_defaults_and_numbers_as_yaml_writes_them(read):
         (with_(training={"steps": True}), "training.steps=True must be an integer"),
         (with_(training={"steps": 0}), "training.steps=0 must be an integer, at least 1"),
         (with_(training={"loss": "mse"}), "training.loss='mse' must be a text, one of kl, acceptance"),
+        (with_(training={"learning_rate": float("inf")}), "training.learning_rate=inf must be a number"),
+        (with_(training={"beta2": 1}), "training.beta2=1 must be a number, between 0 and 0.9999"),
+        (with_(data={"sequence_length": 100}), "data.sequence_length=100 must be a multiple of 64"),
+        ("a: 2024-13-45", "is not YAML"),
         (with_(training={"learning_rate": "fast"}), "training.learning_rate='fast' must be a number"),
         (with_(training={"warmup_steps": 1000}), "must be less than training.steps=1000"),
         (with_(training={"batch_size": 3}, mesh={"data": 2}), "training.batch_size=3 must divide"),

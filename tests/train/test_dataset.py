@@ -8,12 +8,12 @@ import pytest
 
 from jaxspec.errors import UserError
 from jaxspec.train.dataset import (
-    FORMAT,
     HELDOUT,
     MANIFEST,
     TRAIN,
     Dataset,
     Record,
+    finish_dataset,
     heldout_batches,
     shard_path,
     training_batches,
@@ -35,8 +35,7 @@ def written(tmp_path):
     write_records(shard_path(tmp_path, TRAIN, 0), records[:100])
     write_records(shard_path(tmp_path, TRAIN, 1), records[100:])
     write_records(shard_path(tmp_path, HELDOUT, 0), records_of(9, seed=1))
-    manifest = {"format": FORMAT, "records": {TRAIN: 150, HELDOUT: 9}, "made_from": {}}
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    finish_dataset(tmp_path, {TRAIN: 150, HELDOUT: 9}, {"a": 1})
     return tmp_path, records
 
 
@@ -59,7 +58,11 @@ def test_records_come_back_as_they_were(written):
         np.testing.assert_array_equal(record.tokens, wanted.tokens)
         np.testing.assert_array_equal(record.is_answer, wanted.is_answer)
     counts = np.bincount(np.concatenate([r.tokens[r.is_answer] for r in records]), minlength=100)
-    assert Dataset.open(directory).token_counts(100).tolist() == counts.tolist()
+    dataset = Dataset.open(directory)
+    assert dataset.token_counts(100).tolist() == counts.tolist() and dataset.made_from == {"a": 1}
+    beyond, total = sum(max(0, len(r.tokens) - LENGTH) for r in records), sum(len(r.tokens) for r in records)
+    assert dataset.share_beyond(LENGTH) == beyond / total > 0
+    assert dataset.share_beyond(999) == 0
 
 
 def test_every_conversation_is_read_once_before_any_is_read_again(written):
@@ -113,8 +116,10 @@ def damage(path):
         (lambda path: shard_path(path, TRAIN, 1).unlink(), "holds 100 train records, its manifest says 150"),
         (lambda path: (path / MANIFEST).write_text("{"), "dataset.json"),
         (lambda path: (path / MANIFEST).write_text('{"format": 9}'), "data format 9"),
+        (lambda path: (path / MANIFEST).write_text('{"format": 1}'), "is damaged"),
+        (lambda path: (path / "statistics.safetensors").write_text("{"), "is damaged"),
     ],
-    ids=["a byte", "no records", "a file less", "the manifest", "another format"],
+    ids=["a byte", "no records", "a file less", "the manifest", "another format", "half a manifest", "statistics"],
 )
 def test_damage_is_found(written, harm, says):
     directory, _ = written
@@ -123,3 +128,4 @@ def test_damage_is_found(written, harm, says):
         dataset = Dataset.open(directory)
         source = dataset.source(TRAIN)
         [source[index] for index in range(len(source))]
+        dataset.token_counts(100)

@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import yaml
@@ -96,7 +95,7 @@ def test_the_loss_falls_and_the_head_drafts_as_well_as_it_was_estimated_to(finis
     )
     outputs = llm.generate([[topic % 4, 40 + topic] for topic in range(8)], SamplingParams(max_tokens=40))
     lengths = [length for output in outputs for length in output.accepted_lengths]
-    assert np.mean(lengths) == pytest.approx(heldout[1]["accepted_length"], abs=0.6)
+    assert 2.7 < np.mean(lengths) < heldout[1]["accepted_length"] + 0.3
 
 
 def test_a_run_leaves_its_curves_its_report_and_says_what_it_does(finished):
@@ -112,8 +111,7 @@ def test_a_run_leaves_its_curves_its_report_and_says_what_it_does(finished):
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = (output / "report.md").read_text()
     assert f"{STEPS} steps" in report and "tokens a round" in report and report.count("| 4 |") == 1
-    assert any("304 prompts to answer, in 304 records" in line for line in finished.said)
-    assert any("heldout-00000.arrayrecord is written, 0 files" in line for line in finished.said)
+    assert any("304 prompts to answer, for 304 records" in line for line in finished.said)
     assert any(f"step {STEPS} of {STEPS}: loss" in line for line in finished.said)
     assert any("the draft vocabulary of 192 tokens covers 99" in line for line in finished.said)
     assert str(output / "head") in finished.said[-1]
@@ -159,28 +157,37 @@ def test_data_parallel_and_a_split_target_learn_the_same(finished):
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
 
 
-def test_the_same_command_line_on_a_finished_run_and_a_changed_one(finished, capfd):
-    assert "this run is finished" in fails(capfd, "train-draft", str(finished.file))
-    changed = another(finished, "begun", seed=1)
-    changed.output.mkdir()
-    shutil.copy(finished.config.output / "config.json", changed.output)
-    with pytest.raises(UserError, match="output was"):
-        run.train(changed, lambda line: None)
+def test_a_finished_run_stays_as_it_is_and_a_changed_one_is_refused(finished, capfd):
+    head = finished.config.output / "head" / "model.safetensors"
+    before = head.read_bytes()
+    assert main(["train-draft", str(finished.file)]) == 0
+    assert "this run is finished" in capfd.readouterr().err and head.read_bytes() == before
+    with pytest.raises(UserError, match="seed was 0 and is 1"):
+        run.train(dataclasses.replace(finished.config, seed=1), lambda line: None)
+    training = dataclasses.replace(finished.config.training, evaluate_every=7, checkpoint_every=9)
+    run.train(dataclasses.replace(finished.config, training=training, mesh=TrainMesh(data=2)), lambda line: None)
     (finished.directory / "full").mkdir()
     (finished.directory / "full" / "file").touch()
     with pytest.raises(UserError, match="holds files but no config"):
         run.train(another(finished, "full"), lambda line: None)
 
 
+def test_a_loss_that_is_not_finite_ends_a_run_before_it_is_kept(finished):
+    training = dataclasses.replace(finished.config.training, steps=12, learning_rate=1e30, warmup_steps=3)
+    config = another(finished, "diverged", training=training)
+    with pytest.raises(UserError, match=r"the loss of step 1\d is not finite: lower training.learning_rate"):
+        run.train(config, lambda line: None)
+    assert not (config.output / "head").exists() and not any((config.output / "checkpoints").iterdir())
+
+
 def test_a_damaged_checkpoint_is_named(finished):
     config = another(finished, "damaged")
     shutil.copytree(finished.config.output / "checkpoints", config.output / "checkpoints")
-    stored = json.loads((finished.config.output / "config.json").read_text()) | {"output": str(config.output)}
-    (config.output / "config.json").write_text(json.dumps(stored))
+    shutil.copy(finished.config.output / "config.json", config.output)
     for path in (config.output / "checkpoints" / str(STEPS) / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:10])
-    with pytest.raises(UserError, match=f"the checkpoint of step {STEPS} in .* is damaged"):
+    with pytest.raises(UserError, match=f"the checkpoint of step {STEPS} in .* cannot be restored"):
         run.train(config, lambda line: None)
 
 
@@ -188,13 +195,14 @@ def test_errors_of_the_command_are_one_line(finished, tmp_path, capfd):
     assert "cannot be read" in fails(capfd, "train-draft", str(tmp_path / "none.yaml"))
     file = write_config(tmp_path, "long", Path(finished.config.target), finished.config.data.prompts[0])
     content = yaml.safe_load(file.read_text())
-    content["data"]["sequence_length"] = 100_000
+    content["data"]["sequence_length"] = 64 * 1000
     file.write_text(yaml.safe_dump(content))
-    assert "sequence_length=100000 must be at most the target's 512" in fails(capfd, "train-draft", str(file))
+    assert "sequence_length=64000 must be at most the target's 512" in fails(capfd, "train-draft", str(file))
     content["data"]["sequence_length"] = 64
     content["mesh"] = {"data": 8, "tp": 99}
     content["training"]["batch_size"] = 8
     file.write_text(yaml.safe_dump(content))
-    assert "needs 792 devices" in fails(capfd, "train-draft", str(file))
+    assert "mesh data=8, tp=99 needs 792 devices but there are 8: choose a smaller mesh; at most 64" in fails(
+        capfd, "train-draft", str(file)
+    )
     assert not (tmp_path / "long").exists()
-    assert jax.device_count() == 8 and main is not None
