@@ -1,0 +1,414 @@
+"""Attention of a chunk of prompt tokens as one Mosaic GPU kernel for Hopper.
+
+A flash attention: a block has 64 query rows for each of its warpgroups that multiply, and goes through the tiles of
+keys that they see. One more warpgroup fetches tiles by TMA, through the page table or from the chunk. While a
+warpgroup turns the scores of one tile into weights, the tensor cores still add the values of the tile before.
+
+The tiles of a block, in order; those that no row of it sees are in none of these:
+
+    whole tiles of the prefix | whole tiles of the chunk | tiles of the chunk on the diagonal | the prefix's last, partial one
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.chunk_prefill.plan import ROWS, TILE, Plan, unsupported
+from pallas_kernels.context_decode.reference import NO_KEYS
+from pallas_kernels.lse_merge import merge
+
+_LOG2_E = math.log2(math.e)
+# Below every running maximum, which starts at NO_KEYS: a row that sees nothing of a tile gives it weights of 0.
+_MASKED = 2 * NO_KEYS
+_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+
+
+class Prefix(NamedTuple):
+    """Tokens before the chunk, in pages.
+
+    Attributes:
+      pages: keys (index 0) and values (1) of every layer; read in place.
+      layer: which layer, static.
+      page_row: pages of the sequence, in order; entries beyond its length must be valid pages too.
+      length: tokens of the prefix on this device, at most M * S.
+    """
+
+    pages: Float[Array, "L 2 P S K D"]
+    layer: int
+    page_row: Int[Array, "M"]
+    length: Int[Array, ""]
+
+
+def chunk_prefill(
+    q: Float[Array, "C H D"],
+    *,
+    chunk: tuple[Float[Array, "C K D"], Float[Array, "C K D"]] | None,
+    prefix: Prefix | None,
+    scale: float,
+    plan: Plan | None = None,
+    interpret: bool | plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "C H D"], Float[Array, "C H"]]:
+    """Row i attends to the whole prefix, and to rows 0..i of the chunk.
+
+    Either part may be left out. Where the cache is split along the sequence, each rank calls this once with the
+    prefix alone, for all query heads of its group, and once with the chunk alone, for its own; outputs and
+    log-sum-exps are then merged.
+
+    Args:
+      q: of the C rows; query head h reads KV head `h*K//H`.
+      chunk: keys and values of the C rows, which must be finite, or None.
+      prefix: what precedes the chunk, or None.
+      scale: factor on the scores.
+      plan: how to cut the work; None takes what should be fastest.
+      interpret: simulate the kernel on the CPU; None does where that is the default backend.
+
+    Returns:
+      Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 without keys.
+
+    Raises:
+      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+    """
+    c, h, d = q.shape
+    broken = _unsupported(q, chunk, prefix, scale)
+    if broken:
+        raise ValueError(f"{broken}; use the reference (attention='reference') for this")
+    if interpret is None:
+        interpret = jax.default_backend() == "cpu"
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams()
+
+    prefix_size = prefix.page_row.shape[0] * prefix.pages.shape[3] if prefix else 0
+    kv_heads = prefix.pages.shape[4] if prefix else chunk[0].shape[1]
+    plan = plan or Plan.of(c, h, kv_heads, d, prefix_size + (c if chunk else 0))
+    packed = plan.packed
+    rows = _pad(q.reshape(c, h // packed, packed, d).swapaxes(1, 2).reshape(c * packed, h // packed, d), plan.rows)
+    output, lse = _call(
+        plan,
+        rows,
+        tuple(_pad(x, TILE) for x in chunk) if chunk else (),
+        prefix,
+        c,
+        scale,
+        interpret or None,
+    )
+    lse = lse.swapaxes(1, 2)
+    output, lse = (output[0], lse[0]) if plan.splits == 1 else merge(output, lse)
+    output = output[: c * packed].reshape(c, packed, h // packed, d).swapaxes(1, 2)
+    return output.reshape(c, h, d), lse[: c * packed].reshape(c, packed, h // packed).swapaxes(1, 2).reshape(c, h)
+
+
+def _unsupported(q, chunk, prefix: Prefix | None, scale: float) -> str | None:
+    """As `plan.unsupported`, and where the arguments disagree with each other."""
+    if not scale > 0:
+        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    keys = {}
+    if chunk is not None:
+        keys |= {"the chunk's keys": chunk[0], "the chunk's values": chunk[1]}
+    if prefix is not None:
+        keys["the cache"] = prefix.pages
+    if not keys:
+        return "neither a chunk nor a prefix is given: there must be keys"
+    for name, x in keys.items():
+        if x.dtype != q.dtype:
+            return f"q is {q.dtype.name} and {name} {x.dtype.name}: both must be the same"
+    kv_heads = {x.shape[-2] for x in keys.values()}
+    if len(kv_heads) > 1:
+        return f"KV heads of cache and chunk differ ({sorted(kv_heads)}): they must be the same"
+    return unsupported(
+        dtype=q.dtype,
+        heads=q.shape[1],
+        kv_heads=kv_heads.pop(),
+        head_dim=q.shape[2],
+        page_size=prefix.pages.shape[3] if prefix else None,
+    )
+
+
+def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | None, tokens: int, scale: float, interpret):
+    """Partial outputs f32[splits, R, X, D] and log-sum-exps f32[splits, X, R]; X are the sets of packed heads."""
+    rows, sets, d = q.shape
+    splits, stages, warpgroups, packed = plan.splits, plan.stages, plan.warpgroups, plan.packed
+    to_log2 = scale * _LOG2_E
+    operands: list[Array] = [q, *chunk]
+    part = TILE  # keys that one copy brings: a tile, or as much of it as is in one page
+    if prefix:
+        num_pages, page_size, kv_heads = prefix.pages.shape[2:5]
+        first_page, part = prefix.layer * 2 * num_pages, math.gcd(page_size, TILE)
+        operands += [
+            prefix.pages.reshape(-1, *prefix.pages.shape[3:]),
+            prefix.page_row.astype(jnp.int32),
+            jnp.reshape(prefix.length, 1).astype(jnp.int32),
+        ]
+    else:
+        kv_heads = chunk[0].shape[1]
+    sets_per_kv_head = sets // kv_heads
+
+    def body(q_ref, *refs):
+        chunk_refs, refs = refs[: len(chunk)], refs[len(chunk) :]
+        pages_ref, table_ref, length_ref, *refs = refs if prefix else (None, None, None, *refs)
+        o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = refs
+        me, split = lax.axis_index("warpgroup"), lax.axis_index("split")
+        # The last rows see most keys: they come first, so that what is left at the end is short.
+        row_block = rows // plan.rows - 1 - lax.axis_index("rows")
+        kv_head = lax.axis_index("kv_head")
+        head = kv_head * sets_per_kv_head + lax.axis_index("set")
+
+        def token_of(row):
+            return lax.div(row, packed)
+
+        first_row = row_block * plan.rows
+        length = length_ref[0] if prefix else jnp.int32(0)
+        full = lax.div(length, TILE)
+        has_partial = (lax.rem(length, TILE) > 0).astype(jnp.int32)
+        if chunk:
+            chunk_end = pl.cdiv(jnp.minimum(token_of(first_row + plan.rows - 1) + 1, tokens), TILE)
+            whole = full + lax.div(token_of(first_row) + 1, TILE)
+        else:
+            chunk_end, whole = jnp.int32(0), full
+        total = full + chunk_end + has_partial
+        per_split = pl.cdiv(total, splits)
+        start = jnp.minimum(split * per_split, total)
+        end = jnp.minimum(start + per_split, total)
+
+        def slot_of(n):
+            return lax.rem(n - start, stages)
+
+        def is_of_chunk(n):
+            return (n >= full) & (n < full + chunk_end)
+
+        def fetch_all():
+            """What the memory warpgroup does."""
+            for i in range(warpgroups):
+                source = q_ref.at[pl.ds(first_row + i * ROWS, ROWS), head]
+                plgpu.copy_gmem_to_smem(source, q_s.at[i], q_in.at[i])
+
+            def fetch(n, kind, where, into, arrived):
+                """Keys (kind 0) or values (1) of tile n, in as many copies wherever they come from."""
+                slot = slot_of(n)
+                parts = [(pl.ds(j * part, part), j * part) for j in range(TILE // part)]
+                if prefix:
+
+                    @pl.when(~is_of_chunk(n))
+                    def _():
+                        for (target, begin), page in zip(parts, where, strict=True):
+                            offset = lax.rem(jnp.minimum(n, full) * TILE + begin, page_size)
+                            source = pages_ref.at[first_page + kind * num_pages + page, pl.ds(offset, part), kv_head]
+                            plgpu.copy_gmem_to_smem(source, into.at[slot, target], arrived.at[slot])
+
+                if chunk:
+
+                    @pl.when(is_of_chunk(n))
+                    def _():
+                        for target, begin in parts:
+                            source = chunk_refs[kind].at[pl.ds((n - full) * TILE + begin, part), kv_head]
+                            plgpu.copy_gmem_to_smem(source, into.at[slot, target], arrived.at[slot])
+
+            def pages_of(n):
+                """Where the parts of tile n of the prefix are; read ahead of the copies, for which it is an address."""
+                if not prefix:
+                    return []
+                begins = (jnp.minimum(n, full) * TILE + j * part for j in range(TILE // part))
+                return [table_ref[jnp.minimum(lax.div(begin, page_size), table_ref.shape[0] - 1)] for begin in begins]
+
+            @pl.loop(start, end)
+            def _(n):
+                where = pages_of(n)
+                for kind, (into, arrived, free) in enumerate([(k_s, k_in, k_free), (v_s, v_in, v_free)]):
+
+                    @pl.when(n - start >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[slot_of(n)])
+
+                    fetch(n, kind, where, into, arrived)
+
+        def release(n, free):
+            """Nothing more is read of the slot. Told only where a tile follows that waits for it."""
+
+            @pl.when(n + stages < end)
+            def _():
+                plgpu.barrier_arrive(free.at[slot_of(n)])
+
+        def soften(scores, n, top, total_weight, is_masked):
+            """One step of the running softmax: weights, their sums, and by how much what came before shrinks."""
+            if is_masked:
+                row = first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
+                of_chunk = is_of_chunk(n)
+                # As one sum, since a row can't be chosen by a scalar.
+                limit = token_of(row) * of_chunk.astype(jnp.int32) + jnp.where(
+                    of_chunk, 1 - (n - full) * TILE, length - jnp.minimum(n, full) * TILE
+                )
+                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=_MATRIX)
+                scores = jnp.where(key < _over(limit, TILE), scores, _MASKED)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
+            shrink = jnp.exp2((top - new_top) * to_log2)
+            return weights.astype(q.dtype), new_top, total_weight * shrink + weights.sum(axis=1), shrink
+
+        def write(output, lse):
+            o_s.at[me][...] = output
+            lse_s.at[me][...] = lse
+            plgpu.commit_smem()
+            here = pl.ds(first_row + me * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(o_s.at[me], o_ref.at[split, here, head])
+            plgpu.copy_smem_to_gmem(lse_s.at[me], lse_ref.at[split, head, here])
+            plgpu.wait_smem_to_gmem(0)
+
+        def multiply_all():
+            """What the other warpgroups do."""
+            plgpu.barrier_wait(q_in.at[me])
+            empty = _full((ROWS, d), 0.0, _MATRIX), _full((ROWS,), NO_KEYS, _ROW), _full((ROWS,), 0.0, _ROW)
+
+            @pl.when(start == end)
+            def _():
+                write(*empty[:2])
+
+            @pl.when(start < end)
+            def _():
+                acc, top, total_weight = empty
+                plgpu.barrier_wait(k_in.at[slot_of(start)])
+                scores = _scores(q_s.at[me], k_s.at[slot_of(start)])
+                release(start, k_free)
+                weights, top, total_weight, _ = soften(scores, start, top, total_weight, is_masked=True)
+
+                def step(n, carry, is_masked):
+                    """Values of tile n - 1 are added while the scores of tile n are turned into weights."""
+                    acc, weights, top, total_weight = carry
+                    slot, last_slot = slot_of(n), slot_of(n - 1)
+                    plgpu.barrier_wait(k_in.at[slot])
+                    plgpu.barrier_wait(v_in.at[last_slot])
+
+                    def meanwhile(scores):
+                        release(n, k_free)
+                        return soften(scores, n, top, total_weight, is_masked)
+
+                    acc, (weights, top, total_weight, shrink) = _scores_and_sum(
+                        q_s.at[me], k_s.at[slot], acc, weights, v_s.at[last_slot], meanwhile, interpret
+                    )
+                    release(n - 1, v_free)
+                    return acc * _over(shrink, d), weights, top, total_weight
+
+                whole_end = jnp.clip(whole, start + 1, end)
+                carry = acc, weights, top, total_weight
+                carry = lax.fori_loop(start + 1, whole_end, functools.partial(step, is_masked=False), carry)
+                carry = lax.fori_loop(whole_end, end, functools.partial(step, is_masked=True), carry)
+                acc, weights, top, total_weight = carry
+
+                slot = slot_of(end - 1)
+                plgpu.barrier_wait(v_in.at[slot])
+                if prefix:
+
+                    @pl.when(~is_of_chunk(end - 1) & (end - 1 >= full))
+                    def _():
+                        # A weight of 0 would let a NaN through that an earlier owner left in the page.
+                        @pl.when(me == 0)
+                        def _():
+                            token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
+                            values = plgpu.load(v_s.at[slot], layout=_MATRIX)
+                            is_there = token < length - full * TILE
+                            v_s.at[slot][...] = jnp.where(is_there, values, jnp.zeros_like(values))
+                            plgpu.commit_smem()
+                            plgpu.barrier_arrive(clean)
+
+                        plgpu.barrier_wait(clean)
+
+                acc = _sum(acc, weights, v_s.at[slot], interpret)
+                has_keys = total_weight > 0
+                divisor = jnp.where(has_keys, total_weight, 1.0)
+                write(acc * _over(1 / divisor, d), jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS))
+
+        @pl.when(me == warpgroups)
+        def _():
+            if plan.registers:
+                plgpu.set_max_registers(plan.registers[1], action="decrease")
+            fetch_all()
+
+        @pl.when(me < warpgroups)
+        def _():
+            if plan.registers:
+                plgpu.set_max_registers(plan.registers[0], action="increase")
+            multiply_all()
+
+    def operand(*shape):
+        """As wgmma reads it from shared memory."""
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    barrier = plgpu.Barrier
+    parts = TILE // part
+    return plgpu.kernel(
+        body,
+        # Blocks that run at the same time share a KV head, whose keys are then in the L2 cache.
+        grid=(kv_heads, rows // plan.rows, splits, sets_per_kv_head),
+        grid_names=("kv_head", "rows", "split", "set"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        out_type=(
+            jax.ShapeDtypeStruct((splits, rows, sets, d), jnp.float32),
+            jax.ShapeDtypeStruct((splits, sets, rows), jnp.float32),
+        ),
+        scratch_types=(
+            operand(warpgroups, ROWS, d),
+            operand(stages, TILE, d),
+            operand(stages, TILE, d),
+            plgpu.SMEM((warpgroups, ROWS, d), jnp.float32),
+            plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+            barrier(num_barriers=warpgroups),
+            barrier(num_arrivals=parts, num_barriers=stages),
+            barrier(num_arrivals=parts, num_barriers=stages),
+            barrier(num_arrivals=warpgroups, num_barriers=stages),
+            barrier(num_arrivals=warpgroups, num_barriers=stages),
+            barrier(),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(*operands)
+
+
+def _scores(queries, keys) -> Float[Array, "64 128"]:
+    def run(acc):
+        plgpu.wgmma(acc, queries, keys.T)
+        return acc[...]  # waits for the product
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, TILE), jnp.float32))
+
+
+def _scores_and_sum(queries, keys, acc, weights, values, meanwhile, interpret):
+    """`_sum`, and the result of `meanwhile` on the scores, for which it does not wait for the sum."""
+    if interpret:
+        return _sum(acc, weights, values, interpret), meanwhile(_scores(queries, keys))
+
+    def run(scores_ref, acc_ref):
+        acc_ref[...] = acc
+        plgpu.wgmma(scores_ref, queries, keys.T)
+        plgpu.wgmma(acc_ref, weights, values)
+        result = meanwhile(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        return plgpu.wgmma_accumulator_load(acc_ref, wait_n=0), result
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _sum(acc, weights, values, interpret):
+    """acc + weights @ values, with the weights in registers, which the interpreter does not know."""
+    if interpret:
+        loaded = values[...]
+        plgpu.commit_smem()  # unlike the tensor cores' reads, this one is not in order with the next copy
+        return acc + jnp.dot(weights, loaded, preferred_element_type=jnp.float32)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+
+
+def _over(rows: Array, width: int) -> Array:
+    return lax.broadcast_in_dim(rows, (ROWS, width), [0])
+
+
+def _full(shape: tuple[int, ...], value: float, layout) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _pad(x: Array, multiple: int) -> Array:
+    return jnp.pad(x, [(0, -len(x) % multiple), (0, 0), (0, 0)])
