@@ -1,12 +1,8 @@
 """Attention of a chunk of prompt tokens as one Mosaic GPU kernel for Hopper.
 
-A flash attention: a block has 64 query rows for each of its warpgroups that multiply, and goes through the tiles of
-keys that they see. One more warpgroup fetches tiles by TMA, through the page table or from the chunk. While a
-warpgroup turns the scores of one tile into weights, the tensor cores still add the values of the tile before.
-
-The tiles of a block, in order; those that no row of it sees are in none of these:
-
-    whole tiles of the prefix | whole tiles of the chunk | tiles of the chunk on the diagonal | the prefix's last, partial one
+A flash attention. A block has 64 query rows for each warpgroup that multiplies, and goes through the tiles of keys
+that they see (`tiles.py`). One more warpgroup fetches the tiles by TMA, through the page table or from the chunk.
+While a warpgroup turns the scores of one tile into weights, the tensor cores still add the values of the tile before.
 """
 
 import functools
@@ -21,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.chunk_prefill.plan import ROWS, TILE, Plan, unsupported
+from pallas_kernels.chunk_prefill.tiles import Tiles
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
 
@@ -154,101 +151,88 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
         pages_ref, table_ref, length_ref, *refs = refs if prefix else (None, None, None, *refs)
         o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = refs
         me, split = lax.axis_index("warpgroup"), lax.axis_index("split")
-        # The last rows see most keys: they come first, so that what is left at the end is short.
-        row_block = rows // plan.rows - 1 - lax.axis_index("rows")
         kv_head = lax.axis_index("kv_head")
         head = kv_head * sets_per_kv_head + lax.axis_index("set")
+        # The last rows see most keys: they come first, so that what is left at the end is short.
+        first_row = (rows // plan.rows - 1 - lax.axis_index("rows")) * plan.rows
 
         def token_of(row):
             return lax.div(row, packed)
 
-        first_row = row_block * plan.rows
-        length = length_ref[0] if prefix else jnp.int32(0)
-        full = lax.div(length, TILE)
-        has_partial = (lax.rem(length, TILE) > 0).astype(jnp.int32)
-        if chunk:
-            chunk_end = pl.cdiv(jnp.minimum(token_of(first_row + plan.rows - 1) + 1, tokens), TILE)
-            whole = full + lax.div(token_of(first_row) + 1, TILE)
-        else:
-            chunk_end, whole = jnp.int32(0), full
-        total = full + chunk_end + has_partial
-        per_split = pl.cdiv(total, splits)
-        start = jnp.minimum(split * per_split, total)
-        end = jnp.minimum(start + per_split, total)
+        def find_tiles() -> Tiles:
+            """By each warpgroup for itself: what outlives a change of registers is spilled."""
+            length = length_ref[0] if prefix else jnp.int32(0)
+            first, last = jnp.int32(-1), jnp.int32(-1)
+            if chunk:
+                first, last = token_of(first_row), jnp.minimum(token_of(first_row + plan.rows - 1), tokens - 1)
+            return Tiles.of(length, first, last, split, splits)
 
-        def slot_of(n):
-            return lax.rem(n - start, stages)
-
-        def is_of_chunk(n):
-            return (n >= full) & (n < full + chunk_end)
-
-        def fetch_all():
-            """What the memory warpgroup does."""
+        def fetch(tiles: Tiles):
             for i in range(warpgroups):
-                source = q_ref.at[pl.ds(first_row + i * ROWS, ROWS), head]
-                plgpu.copy_gmem_to_smem(source, q_s.at[i], q_in.at[i])
+                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row + i * ROWS, ROWS), head], q_s.at[i], q_in.at[i])
 
-            def fetch(n, kind, where, into, arrived):
+            def pages_of(n):
+                """Where the parts of tile n are; read ahead of the copies, for which it is an address."""
+                begins = [tiles.first_of_prefix(n) + begin for begin in range(0, TILE, part)] if prefix else []
+                return [table_ref[jnp.minimum(lax.div(begin, page_size), table_ref.shape[0] - 1)] for begin in begins]
+
+            def copy(n, kind, where, into, arrived):
                 """Keys (kind 0) or values (1) of tile n, in as many copies wherever they come from."""
-                slot = slot_of(n)
-                parts = [(pl.ds(j * part, part), j * part) for j in range(TILE // part)]
                 if prefix:
 
-                    @pl.when(~is_of_chunk(n))
+                    @pl.when(~tiles.is_of_chunk(n))
                     def _():
-                        for (target, begin), page in zip(parts, where, strict=True):
-                            offset = lax.rem(jnp.minimum(n, full) * TILE + begin, page_size)
+                        for j, page in enumerate(where):
+                            offset = lax.rem(tiles.first_of_prefix(n) + j * part, page_size)
                             source = pages_ref.at[first_page + kind * num_pages + page, pl.ds(offset, part), kv_head]
-                            plgpu.copy_gmem_to_smem(source, into.at[slot, target], arrived.at[slot])
+                            plgpu.copy_gmem_to_smem(source, into.at[pl.ds(j * part, part)], arrived)
 
                 if chunk:
 
-                    @pl.when(is_of_chunk(n))
+                    @pl.when(tiles.is_of_chunk(n))
                     def _():
-                        for target, begin in parts:
-                            source = chunk_refs[kind].at[pl.ds((n - full) * TILE + begin, part), kv_head]
-                            plgpu.copy_gmem_to_smem(source, into.at[slot, target], arrived.at[slot])
+                        for begin in range(0, TILE, part):
+                            source = chunk_refs[kind].at[pl.ds(tiles.first_of_chunk(n) + begin, part), kv_head]
+                            plgpu.copy_gmem_to_smem(source, into.at[pl.ds(begin, part)], arrived)
 
-            def pages_of(n):
-                """Where the parts of tile n of the prefix are; read ahead of the copies, for which it is an address."""
-                if not prefix:
-                    return []
-                begins = (jnp.minimum(n, full) * TILE + j * part for j in range(TILE // part))
-                return [table_ref[jnp.minimum(lax.div(begin, page_size), table_ref.shape[0] - 1)] for begin in begins]
-
-            @pl.loop(start, end)
+            @pl.loop(tiles.start, tiles.end)
             def _(n):
-                where = pages_of(n)
+                where, slot = pages_of(n), lax.rem(n - tiles.start, stages)
                 for kind, (into, arrived, free) in enumerate([(k_s, k_in, k_free), (v_s, v_in, v_free)]):
 
-                    @pl.when(n - start >= stages)
+                    @pl.when(n - tiles.start >= stages)
                     def _(free=free):
-                        plgpu.barrier_wait(free.at[slot_of(n)])
+                        plgpu.barrier_wait(free.at[slot])
 
-                    fetch(n, kind, where, into, arrived)
+                    copy(n, kind, where, into.at[slot], arrived.at[slot])
 
-        def release(n, free):
-            """Nothing more is read of the slot. Told only where a tile follows that waits for it."""
-
-            @pl.when(n + stages < end)
-            def _():
-                plgpu.barrier_arrive(free.at[slot_of(n)])
-
-        def soften(scores, n, top, total_weight, is_masked):
-            """One step of the running softmax: weights, their sums, and by how much what came before shrinks."""
+        def soften(tiles: Tiles, n, scores, top, total, is_masked):
+            """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
             if is_masked:
                 row = first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
-                of_chunk = is_of_chunk(n)
-                # As one sum, since a row can't be chosen by a scalar.
-                limit = token_of(row) * of_chunk.astype(jnp.int32) + jnp.where(
-                    of_chunk, 1 - (n - full) * TILE, length - jnp.minimum(n, full) * TILE
-                )
+                of_chunk = tiles.is_of_chunk(n)
+                begin = jnp.where(of_chunk, tiles.first_of_chunk(n) - 1, tiles.first_of_prefix(n) - tiles.length)
+                # A sum, since a scalar can't choose between vectors.
+                limit = token_of(row) * of_chunk.astype(jnp.int32) - begin
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=_MATRIX)
                 scores = jnp.where(key < _over(limit, TILE), scores, _MASKED)
             new_top = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
             shrink = jnp.exp2((top - new_top) * to_log2)
-            return weights.astype(q.dtype), new_top, total_weight * shrink + weights.sum(axis=1), shrink
+            return weights, new_top, total * shrink + weights.sum(axis=1), shrink
+
+        def clear_unused(values_ref, count):
+            """A weight of 0 would let a NaN through that an earlier owner left in the page."""
+
+            @pl.when(me == 0)
+            def _():
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
+                values = plgpu.load(values_ref, layout=_MATRIX)
+                values_ref[...] = jnp.where(token < count, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(clean)
+
+            plgpu.barrier_wait(clean)
 
         def write(output, lse):
             o_s.at[me][...] = output
@@ -259,80 +243,85 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
             plgpu.copy_smem_to_gmem(lse_s.at[me], lse_ref.at[split, head, here])
             plgpu.wait_smem_to_gmem(0)
 
-        def multiply_all():
-            """What the other warpgroups do."""
+        def multiply(tiles: Tiles):
+            def slot_of(n):
+                return lax.rem(n - tiles.start, stages)
+
+            def await_keys(n):
+                @pl.when(n < tiles.end)
+                def _():
+                    plgpu.barrier_wait(k_in.at[slot_of(n)])
+
+            def release(n, free):
+                """Nothing more is read of the slot. Told only where a tile follows that waits for it."""
+
+                @pl.when(n + stages < tiles.end)
+                def _():
+                    plgpu.barrier_arrive(free.at[slot_of(n)])
+
+            def step(n, carry, is_masked):
+                """Values of tile n - 1 are added while the scores of tile n, whose keys are there, become weights."""
+                acc, weights, top, total = carry
+                plgpu.barrier_wait(v_in.at[slot_of(n - 1)])
+
+                def meanwhile(scores):
+                    release(n, k_free)
+                    softened = lax.optimization_barrier(soften(tiles, n, scores, top, total, is_masked))
+                    await_keys(n + 1)
+                    return softened
+
+                acc, weights, top, total, shrink = _scores_and_sum(
+                    q_s.at[me], k_s.at[slot_of(n)], acc, weights, v_s.at[slot_of(n - 1)], meanwhile, interpret
+                )
+                release(n - 1, v_free)
+                # Rounded only now: until here the tensor cores read the weights before from these registers.
+                return acc * _over(shrink, d), weights.astype(q.dtype), top, total
+
+            start, end = tiles.start, tiles.end
+            acc, top, total = _full((ROWS, d), 0.0, _MATRIX), _full((ROWS,), NO_KEYS, _ROW), _full((ROWS,), 0.0, _ROW)
             plgpu.barrier_wait(q_in.at[me])
-            empty = _full((ROWS, d), 0.0, _MATRIX), _full((ROWS,), NO_KEYS, _ROW), _full((ROWS,), 0.0, _ROW)
 
             @pl.when(start == end)
             def _():
-                write(*empty[:2])
+                write(acc, top)
 
             @pl.when(start < end)
             def _():
-                acc, top, total_weight = empty
-                plgpu.barrier_wait(k_in.at[slot_of(start)])
-                scores = _scores(q_s.at[me], k_s.at[slot_of(start)])
+                await_keys(start)
+                scores = _scores(q_s.at[me], k_s.at[0])
                 release(start, k_free)
-                weights, top, total_weight, _ = soften(scores, start, top, total_weight, is_masked=True)
-
-                def step(n, carry, is_masked):
-                    """Values of tile n - 1 are added while the scores of tile n are turned into weights."""
-                    acc, weights, top, total_weight = carry
-                    slot, last_slot = slot_of(n), slot_of(n - 1)
-                    plgpu.barrier_wait(k_in.at[slot])
-                    plgpu.barrier_wait(v_in.at[last_slot])
-
-                    def meanwhile(scores):
-                        release(n, k_free)
-                        return soften(scores, n, top, total_weight, is_masked)
-
-                    acc, (weights, top, total_weight, shrink) = _scores_and_sum(
-                        q_s.at[me], k_s.at[slot], acc, weights, v_s.at[last_slot], meanwhile, interpret
-                    )
-                    release(n - 1, v_free)
-                    return acc * _over(shrink, d), weights, top, total_weight
-
-                whole_end = jnp.clip(whole, start + 1, end)
-                carry = acc, weights, top, total_weight
+                weights, *carry, _ = soften(tiles, start, scores, top, total, is_masked=True)
+                await_keys(start + 1)
+                carry = acc, weights.astype(q.dtype), *carry
+                whole_end = jnp.clip(tiles.whole, start + 1, end)
                 carry = lax.fori_loop(start + 1, whole_end, functools.partial(step, is_masked=False), carry)
                 carry = lax.fori_loop(whole_end, end, functools.partial(step, is_masked=True), carry)
-                acc, weights, top, total_weight = carry
 
-                slot = slot_of(end - 1)
-                plgpu.barrier_wait(v_in.at[slot])
+                last = slot_of(end - 1)
+                plgpu.barrier_wait(v_in.at[last])
                 if prefix:
 
-                    @pl.when(~is_of_chunk(end - 1) & (end - 1 >= full))
+                    @pl.when(tiles.is_partial(end - 1))
                     def _():
-                        # A weight of 0 would let a NaN through that an earlier owner left in the page.
-                        @pl.when(me == 0)
-                        def _():
-                            token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
-                            values = plgpu.load(v_s.at[slot], layout=_MATRIX)
-                            is_there = token < length - full * TILE
-                            v_s.at[slot][...] = jnp.where(is_there, values, jnp.zeros_like(values))
-                            plgpu.commit_smem()
-                            plgpu.barrier_arrive(clean)
+                        clear_unused(v_s.at[last], tiles.length - tiles.full * TILE)
 
-                        plgpu.barrier_wait(clean)
-
-                acc = _sum(acc, weights, v_s.at[slot], interpret)
-                has_keys = total_weight > 0
-                divisor = jnp.where(has_keys, total_weight, 1.0)
-                write(acc * _over(1 / divisor, d), jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS))
+                _acc, _weights, _top, _total = carry
+                _acc = _sum(_acc, _weights, v_s.at[last], interpret)
+                has_keys = _total > 0
+                divisor = jnp.where(has_keys, _total, 1.0)
+                write(_acc * _over(1 / divisor, d), jnp.where(has_keys, _top * scale + jnp.log(divisor), NO_KEYS))
 
         @pl.when(me == warpgroups)
         def _():
             if plan.registers:
                 plgpu.set_max_registers(plan.registers[1], action="decrease")
-            fetch_all()
+            fetch(find_tiles())
 
         @pl.when(me < warpgroups)
         def _():
             if plan.registers:
                 plgpu.set_max_registers(plan.registers[0], action="increase")
-            multiply_all()
+            multiply(find_tiles())
 
     def operand(*shape):
         """As wgmma reads it from shared memory."""
@@ -381,14 +370,16 @@ def _scores(queries, keys) -> Float[Array, "64 128"]:
 def _scores_and_sum(queries, keys, acc, weights, values, meanwhile, interpret):
     """`_sum`, and the result of `meanwhile` on the scores, for which it does not wait for the sum."""
     if interpret:
-        return _sum(acc, weights, values, interpret), meanwhile(_scores(queries, keys))
+        return _sum(acc, weights, values, interpret), *meanwhile(_scores(queries, keys))
 
     def run(scores_ref, acc_ref):
         acc_ref[...] = acc
         plgpu.wgmma(scores_ref, queries, keys.T)
         plgpu.wgmma(acc_ref, weights, values)
-        result = meanwhile(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-        return plgpu.wgmma_accumulator_load(acc_ref, wait_n=0), result
+        # The barriers keep the compiler from computing ahead of a wait, and from waiting ahead of the computation.
+        scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        result = meanwhile(scores)
+        return lax.optimization_barrier((plgpu.wgmma_accumulator_load(acc_ref, wait_n=0), *result))
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
