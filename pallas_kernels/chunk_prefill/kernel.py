@@ -43,6 +43,15 @@ class Prefix(NamedTuple):
     length: Int[Array, ""]
 
 
+class _Block(NamedTuple):
+    """What a block computes: rows from `first_row` on of the set of heads `head`."""
+
+    kv_head: jax.Array
+    head: jax.Array
+    first_row: jax.Array
+    tiles: Tiles
+
+
 def chunk_prefill(
     q: Float[Array, "C H D"],
     *,
@@ -151,23 +160,24 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
         pages_ref, table_ref, length_ref, *refs = refs if prefix else (None, None, None, *refs)
         o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = refs
         me, split = lax.axis_index("warpgroup"), lax.axis_index("split")
-        kv_head = lax.axis_index("kv_head")
-        head = kv_head * sets_per_kv_head + lax.axis_index("set")
-        # The last rows see most keys: they come first, so that what is left at the end is short.
-        first_row = (rows // plan.rows - 1 - lax.axis_index("rows")) * plan.rows
 
         def token_of(row):
             return lax.div(row, packed)
 
-        def find_tiles() -> Tiles:
+        def find_block() -> _Block:
             """By each warpgroup for itself: what outlives a change of registers is spilled."""
+            kv_head = lax.axis_index("kv_head")
+            # The last rows see most keys: they come first, so that what is left at the end is short.
+            first_row = (rows // plan.rows - 1 - lax.axis_index("rows")) * plan.rows
             length = length_ref[0] if prefix else jnp.int32(0)
             first, last = jnp.int32(-1), jnp.int32(-1)
             if chunk:
                 first, last = token_of(first_row), jnp.minimum(token_of(first_row + plan.rows - 1), tokens - 1)
-            return Tiles.of(length, first, last, split, splits)
+            tiles = Tiles.of(length, first, last, split, splits)
+            return _Block(kv_head, kv_head * sets_per_kv_head + lax.axis_index("set"), first_row, tiles)
 
-        def fetch(tiles: Tiles):
+        def fetch(block: _Block):
+            kv_head, head, first_row, tiles = block
             for i in range(warpgroups):
                 plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row + i * ROWS, ROWS), head], q_s.at[i], q_in.at[i])
 
@@ -206,10 +216,11 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
 
                     copy(n, kind, where, into.at[slot], arrived.at[slot])
 
-        def soften(tiles: Tiles, n, scores, top, total, is_masked):
+        def soften(block: _Block, n, scores, top, total, is_masked):
             """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
             if is_masked:
-                row = first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
+                tiles = block.tiles
+                row = block.first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
                 of_chunk = tiles.is_of_chunk(n)
                 begin = jnp.where(of_chunk, tiles.first_of_chunk(n) - 1, tiles.first_of_prefix(n) - tiles.length)
                 # A sum, since a scalar can't choose between vectors.
@@ -234,16 +245,24 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
 
             plgpu.barrier_wait(clean)
 
-        def write(output, lse):
+        def finish(acc, weights, top, total, values):
+            has_keys = total > 0
+            divisor = jnp.where(has_keys, total, 1.0)
+            output = _sum(acc, weights, values, interpret) * _over(1 / divisor, d)
+            return output, jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+
+        def write(block: _Block, output, lse):
             o_s.at[me][...] = output
             lse_s.at[me][...] = lse
             plgpu.commit_smem()
-            here = pl.ds(first_row + me * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(o_s.at[me], o_ref.at[split, here, head])
-            plgpu.copy_smem_to_gmem(lse_s.at[me], lse_ref.at[split, head, here])
+            here = pl.ds(block.first_row + me * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(o_s.at[me], o_ref.at[split, here, block.head])
+            plgpu.copy_smem_to_gmem(lse_s.at[me], lse_ref.at[split, block.head, here])
             plgpu.wait_smem_to_gmem(0)
 
-        def multiply(tiles: Tiles):
+        def multiply(block: _Block):
+            tiles = block.tiles
+
             def slot_of(n):
                 return lax.rem(n - tiles.start, stages)
 
@@ -266,7 +285,7 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
 
                 def meanwhile(scores):
                     release(n, k_free)
-                    softened = lax.optimization_barrier(soften(tiles, n, scores, top, total, is_masked))
+                    softened = lax.optimization_barrier(soften(block, n, scores, top, total, is_masked))
                     await_keys(n + 1)
                     return softened
 
@@ -283,14 +302,14 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
 
             @pl.when(start == end)
             def _():
-                write(acc, top)
+                write(block, acc, top)
 
             @pl.when(start < end)
             def _():
                 await_keys(start)
                 scores = _scores(q_s.at[me], k_s.at[0])
                 release(start, k_free)
-                weights, *carry, _ = soften(tiles, start, scores, top, total, is_masked=True)
+                weights, *carry, _ = soften(block, start, scores, top, total, is_masked=True)
                 await_keys(start + 1)
                 carry = acc, weights.astype(q.dtype), *carry
                 whole_end = jnp.clip(tiles.whole, start + 1, end)
@@ -305,23 +324,19 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
                     def _():
                         clear_unused(v_s.at[last], tiles.length - tiles.full * TILE)
 
-                _acc, _weights, _top, _total = carry
-                _acc = _sum(_acc, _weights, v_s.at[last], interpret)
-                has_keys = _total > 0
-                divisor = jnp.where(has_keys, _total, 1.0)
-                write(_acc * _over(1 / divisor, d), jnp.where(has_keys, _top * scale + jnp.log(divisor), NO_KEYS))
+                write(block, *finish(*carry, v_s.at[last]))
 
         @pl.when(me == warpgroups)
         def _():
             if plan.registers:
                 plgpu.set_max_registers(plan.registers[1], action="decrease")
-            fetch(find_tiles())
+            fetch(find_block())
 
         @pl.when(me < warpgroups)
         def _():
             if plan.registers:
                 plgpu.set_max_registers(plan.registers[0], action="increase")
-            multiply(find_tiles())
+            multiply(find_block())
 
     def operand(*shape):
         """As wgmma reads it from shared memory."""
