@@ -59,7 +59,7 @@ class Plan:
         Scores take TILE / 2 registers, the output head_dim / 2, and the weights TILE / 4 twice: those being
         multiplied, and the next ones.
         """
-        return (224, 56) if self.warpgroups == 2 else None
+        return (232, 40) if self.warpgroups == 2 else None
 
     @staticmethod
     def of(tokens: int, heads: int, kv_heads: int, head_dim: int, max_keys: int) -> "Plan":
