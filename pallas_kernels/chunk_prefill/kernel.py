@@ -90,31 +90,28 @@ def chunk_prefill(
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
 
+    new = chunk or ()
     prefix_size = prefix.page_row.shape[0] * prefix.pages.shape[3] if prefix else 0
-    kv_heads = prefix.pages.shape[4] if prefix else chunk[0].shape[1]
-    plan = plan or Plan.of(c, h, kv_heads, d, prefix_size + (c if chunk else 0))
-    packed = plan.packed
-    rows = _pad(q.reshape(c, h // packed, packed, d).swapaxes(1, 2).reshape(c * packed, h // packed, d), plan.rows)
-    output, lse = _call(
-        plan,
-        rows,
-        tuple(_pad(x, TILE) for x in chunk) if chunk else (),
-        prefix,
-        c,
-        scale,
-        interpret or None,
-    )
+    plan = plan or Plan.of(c, h, _kv_heads(new, prefix), d, prefix_size + c * bool(new))
+    packed, sets = plan.packed, h // plan.packed
+    q = q.reshape(c, sets, packed, d).swapaxes(1, 2).reshape(c * packed, sets, d)
+    padded = _pad(q, plan.rows), tuple(_pad(x, TILE) for x in new)
+    output, lse = _call(plan, *padded, prefix, c, scale, interpret or None)
     lse = lse.swapaxes(1, 2)
     output, lse = (output[0], lse[0]) if plan.splits == 1 else merge(output, lse)
-    output = output[: c * packed].reshape(c, packed, h // packed, d).swapaxes(1, 2)
-    return output.reshape(c, h, d), lse[: c * packed].reshape(c, packed, h // packed).swapaxes(1, 2).reshape(c, h)
+    output = output[: c * packed].reshape(c, packed, sets, d).swapaxes(1, 2).reshape(c, h, d)
+    return output, lse[: c * packed].reshape(c, packed, sets).swapaxes(1, 2).reshape(c, h)
+
+
+def _kv_heads(chunk: tuple[Array, ...], prefix: Prefix | None) -> int:
+    return (prefix.pages if prefix else chunk[0]).shape[-2]
 
 
 def _unsupported(q, chunk, prefix: Prefix | None, scale: float) -> str | None:
     """As `plan.unsupported`, and where the arguments disagree with each other."""
     if not scale > 0:
         return f"scale={scale} must be positive: the largest product is taken for the largest score"
-    keys = {}
+    keys: dict[str, Array] = {}
     if chunk is not None:
         keys |= {"the chunk's keys": chunk[0], "the chunk's values": chunk[1]}
     if prefix is not None:
@@ -136,29 +133,36 @@ def _unsupported(q, chunk, prefix: Prefix | None, scale: float) -> str | None:
     )
 
 
-def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | None, tokens: int, scale: float, interpret):
+def _call(
+    plan: Plan,
+    q: Float[Array, "R X D"],
+    chunk: tuple[Array, ...],
+    prefix: Prefix | None,
+    tokens: int,
+    scale: float,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[Array, Array]:
     """Partial outputs f32[splits, R, X, D] and log-sum-exps f32[splits, X, R]; X are the sets of packed heads."""
     rows, sets, d = q.shape
     splits, stages, warpgroups, packed = plan.splits, plan.stages, plan.warpgroups, plan.packed
     to_log2 = scale * _LOG2_E
-    operands: list[Array] = [q, *chunk]
+    kv_heads = _kv_heads(chunk, prefix)
+    sets_per_kv_head = sets // kv_heads
+    operands = [q, *chunk]
     part = TILE  # keys that one copy brings: a tile, or as much of it as is in one page
     if prefix:
-        num_pages, page_size, kv_heads = prefix.pages.shape[2:5]
+        num_pages, page_size = prefix.pages.shape[2:4]
         first_page, part = prefix.layer * 2 * num_pages, math.gcd(page_size, TILE)
         operands += [
             prefix.pages.reshape(-1, *prefix.pages.shape[3:]),
             prefix.page_row.astype(jnp.int32),
             jnp.reshape(prefix.length, 1).astype(jnp.int32),
         ]
-    else:
-        kv_heads = chunk[0].shape[1]
-    sets_per_kv_head = sets // kv_heads
 
     def body(q_ref, *refs):
-        chunk_refs, refs = refs[: len(chunk)], refs[len(chunk) :]
-        pages_ref, table_ref, length_ref, *refs = refs if prefix else (None, None, None, *refs)
-        o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = refs
+        chunk_refs, others = refs[: len(chunk)], refs[len(chunk) :]
+        pages_ref, table_ref, length_ref, *rest = others if prefix else (None, None, None, *others)
+        o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = rest
         me, split = lax.axis_index("warpgroup"), lax.axis_index("split")
 
         def token_of(row):
@@ -191,7 +195,7 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
                 if prefix:
 
                     @pl.when(~tiles.is_of_chunk(n))
-                    def _():
+                    def from_pages():
                         for j, page in enumerate(where):
                             offset = lax.rem(tiles.first_of_prefix(n) + j * part, page_size)
                             source = pages_ref.at[first_page + kind * num_pages + page, pl.ds(offset, part), kv_head]
@@ -200,13 +204,12 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
                 if chunk:
 
                     @pl.when(tiles.is_of_chunk(n))
-                    def _():
+                    def from_chunk():
                         for begin in range(0, TILE, part):
                             source = chunk_refs[kind].at[pl.ds(tiles.first_of_chunk(n) + begin, part), kv_head]
                             plgpu.copy_gmem_to_smem(source, into.at[pl.ds(begin, part)], arrived)
 
-            @pl.loop(tiles.start, tiles.end)
-            def _(n):
+            def fetch_tile(n, _):
                 where, slot = pages_of(n), lax.rem(n - tiles.start, stages)
                 for kind, (into, arrived, free) in enumerate([(k_s, k_in, k_free), (v_s, v_in, v_free)]):
 
@@ -215,6 +218,8 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
                         plgpu.barrier_wait(free.at[slot])
 
                     copy(n, kind, where, into.at[slot], arrived.at[slot])
+
+            lax.fori_loop(tiles.start, tiles.end, fetch_tile, None)
 
         def soften(block: _Block, n, scores, top, total, is_masked):
             """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
@@ -245,7 +250,8 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
 
             plgpu.barrier_wait(clean)
 
-        def finish(acc, weights, top, total, values):
+        def finish(carry, values):
+            acc, weights, top, total = carry
             has_keys = total > 0
             divisor = jnp.where(has_keys, total, 1.0)
             output = _sum(acc, weights, values, interpret) * _over(1 / divisor, d)
@@ -324,7 +330,7 @@ def _call(plan: Plan, q: Float[Array, "R X D"], chunk: tuple, prefix: Prefix | N
                     def _():
                         clear_unused(v_s.at[last], tiles.length - tiles.full * TILE)
 
-                write(block, *finish(*carry, v_s.at[last]))
+                write(block, *finish(carry, v_s.at[last]))
 
         @pl.when(me == warpgroups)
         def _():

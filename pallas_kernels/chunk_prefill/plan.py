@@ -26,7 +26,9 @@ def unsupported(*, dtype, heads: int, kv_heads: int, head_dim: int, page_size: i
     if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
         return f"{heads} query heads must be 1 to {MAX_GROUP} times the {kv_heads} KV heads"
     if page_size is not None and (page_size < 8 or page_size % 8):
-        return f"pages of {page_size} tokens on a device must have a multiple of 8, the rows that a copy brings at least"
+        return (
+            f"pages of {page_size} tokens on a device must have a multiple of 8, the rows that a copy brings at least"
+        )
     return None
 
 
@@ -78,7 +80,9 @@ class Plan:
         return Plan(
             packed=packed,
             warpgroups=warpgroups,
-            splits=min(range(1, max(1, min(tiles, _MULTIPROCESSORS)) + 1), key=cost) if blocks < _MULTIPROCESSORS else 1,
+            splits=min(range(1, max(1, min(tiles, _MULTIPROCESSORS)) + 1), key=cost)
+            if blocks < _MULTIPROCESSORS
+            else 1,
             # With the queries and the output that waits to be written, all of the shared memory at head_dim 128.
             stages=2 * 128 // head_dim,
         )

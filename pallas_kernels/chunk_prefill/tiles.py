@@ -13,7 +13,7 @@ from pallas_kernels.chunk_prefill.plan import TILE
 class Tiles(NamedTuple):
     """Tiles of a block, numbered in this order; what none of its rows sees is not among them.
 
-        whole tiles of the prefix | whole ones of the chunk | those of the chunk on the diagonal | the prefix's partial one
+        whole ones of the prefix | whole ones of the chunk | the chunk's on the diagonal | the prefix's last, if partial
 
     Attributes:
       length: tokens of the prefix.
