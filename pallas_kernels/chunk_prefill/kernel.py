@@ -22,8 +22,6 @@ from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
 
 _LOG2_E = math.log2(math.e)
-# Below every running maximum, which starts at NO_KEYS: a row that sees nothing of a tile gives it weights of 0.
-_MASKED = 2 * NO_KEYS
 _MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -231,7 +229,8 @@ def _call(
                 # A sum, since a scalar can't choose between vectors.
                 limit = token_of(row) * of_chunk.astype(jnp.int32) - begin
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=_MATRIX)
-                scores = jnp.where(key < _over(limit, TILE), scores, _MASKED)
+                # Every row sees some key of a tile: blocks don't straddle the diagonals of two.
+                scores = jnp.where(key < _over(limit, TILE), scores, NO_KEYS)
             new_top = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
             shrink = jnp.exp2((top - new_top) * to_log2)
@@ -252,10 +251,7 @@ def _call(
 
         def finish(carry, values):
             acc, weights, top, total = carry
-            has_keys = total > 0
-            divisor = jnp.where(has_keys, total, 1.0)
-            output = _sum(acc, weights, values, interpret) * _over(1 / divisor, d)
-            return output, jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+            return _sum(acc, weights, values, interpret) * _over(1 / total, d), top * scale + jnp.log(total)
 
         def write(block: _Block, output, lse):
             o_s.at[me][...] = output
@@ -376,6 +372,7 @@ def _call(
             barrier(num_arrivals=warpgroups, num_barriers=stages),
             barrier(),
         ),
+        # A row's scores are in one warp, so no reduction needs the shared memory that would be set aside for it.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*operands)
 

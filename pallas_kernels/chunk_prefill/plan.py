@@ -39,7 +39,7 @@ class Plan:
     Attributes:
       packed: query heads of a group whose rows lie together, token by token. 1 reads queries and writes outputs where
         they are; a whole group fills tiles that a short chunk would leave empty.
-      warpgroups: of a block, that multiply; each has 64 query rows, and they share the keys.
+      warpgroups: of a block, that multiply: 1 or 2, each with 64 query rows; they share the keys.
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory.
     """
@@ -58,8 +58,9 @@ class Plan:
     def registers(self) -> tuple[int, int] | None:
         """Of a thread that multiplies and of one that fetches, where the compiler's even share is too little.
 
-        Scores take TILE / 2 registers, the output head_dim / 2, and the weights TILE / 4 twice: those being
-        multiplied, and the next ones.
+        Scores, in whose place the next weights arise, take TILE / 2 registers, the output head_dim / 2, and the
+        weights that are being multiplied TILE / 4: 160 at head_dim 128, and what addresses and sums need. Page ids of
+        a tile of 16-token pages fit into 40 without spills.
         """
         return (232, 40) if self.warpgroups == 2 else None
 
@@ -77,12 +78,13 @@ class Plan:
         def cost(splits: int) -> int:
             return -(-blocks * splits // _MULTIPROCESSORS) * (-(-tiles // splits) + overhead)
 
+        # Where there are blocks for all multiprocessors, float32 partial results are not worth an evener last wave.
+        most = min(tiles, _MULTIPROCESSORS) if blocks < _MULTIPROCESSORS else 1
         return Plan(
             packed=packed,
             warpgroups=warpgroups,
-            splits=min(range(1, max(1, min(tiles, _MULTIPROCESSORS)) + 1), key=cost)
-            if blocks < _MULTIPROCESSORS
-            else 1,
-            # With the queries and the output that waits to be written, all of the shared memory at head_dim 128.
+            splits=min(range(1, most + 1), key=cost),
+            # A tile of keys and values takes 64 KiB at head_dim 128; beside two, and queries and output with 96, there
+            # is no room for a third.
             stages=2 * 128 // head_dim,
         )
