@@ -44,9 +44,9 @@ class Prefix(NamedTuple):
 class _Block(NamedTuple):
     """What a block computes: rows from `first_row` on of the set of heads `head`."""
 
-    kv_head: jax.Array
-    head: jax.Array
-    first_row: jax.Array
+    kv_head: Int[Array, ""]
+    head: Int[Array, ""]
+    first_row: Int[Array, ""]
     tiles: Tiles
 
 

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
 
 from pallas_kernels.chunk_prefill.plan import TILE
 
@@ -19,16 +19,16 @@ class Tiles(NamedTuple):
       length: tokens of the prefix.
       full: whole tiles of the prefix.
       of_chunk: tiles of the chunk.
-      whole: tiles that every row sees all of: the first ones.
-      start, end: of this split of the keys.
+      whole: tiles that every row sees all of, the first ones.
+      start, end: tiles of this split of the keys.
     """
 
-    length: jax.Array
-    full: jax.Array
-    of_chunk: jax.Array
-    whole: jax.Array
-    start: jax.Array
-    end: jax.Array
+    length: Int[Array, ""]
+    full: Int[Array, ""]
+    of_chunk: Int[Array, ""]
+    whole: Int[Array, ""]
+    start: Int[Array, ""]
+    end: Int[Array, ""]
 
     @staticmethod
     def of(length, first_token, last_token, split, splits: int) -> "Tiles":
