@@ -1,13 +1,16 @@
-"""Attention of decoding, one row a case: the Mosaic kernel beside the reference and cuDNN.
+"""Attention of decoding and of prefill, one row a case: the Mosaic kernel beside the reference and cuDNN.
 
     python tools/bench/attention.py
     python tools/bench/attention.py --cases 8x8192:t8 1x1024:t1 --plan splits=2,stages=3 --no-peers
+    python tools/bench/attention.py --cases prefill:0+8192 prefill:8192+2048
 
 Time is that of one call, prologue and merge included, in a chain of calls inside one program that goes round several
 sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s counts the keys and values read, once;
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
-(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. Before it is
-timed, each case is compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖.
+(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. Of a prefill,
+whose chunk is causal, TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not
+join them. Before it is timed, each case is compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖,
+for a prefill over rows spread over the chunk.
 """
 
 import argparse
@@ -15,8 +18,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,17 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from generate import copy_rate
 from jax import lax
+from prefill import PREFILLS
+from timing import COLD_BYTES, Attend, Programs, Work, relative_error
 
 from pallas_kernels.context_decode import context_decode
 from pallas_kernels.context_decode.kernel import tree_decode
 from pallas_kernels.context_decode.plan import Plan
 from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
-
-_CHAINED = 8  # calls in one iteration: few enough to compile, enough for the host to stay ahead of the device
-_COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
-_SECONDS = 0.02  # of one measurement
-_TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +59,32 @@ class Case:
 
     @property
     def sets(self) -> int:
-        return 1 + -(-_COLD_BYTES // self.bytes)
+        return 1 + -(-COLD_BYTES // self.bytes)
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    def work(self, plan: dict[str, int], has_peers: bool, rate: float) -> Work:
+        """At a copy rate in bytes a second."""
+        kernel, reference = by_kernel(self, plan), by_reference(self)
+
+        def error(x: Inputs) -> jax.Array:
+            return relative_error(*(attend(x.q, x, jnp.int32(0)) for attend in (kernel, reference)))
+
+        def columns(µs: float) -> dict[str, object]:
+            return {"TB/s": round(self.bytes / µs / 1e6, 2), "of copy": f"{self.bytes / µs * 1e6 / rate:.0%}"}
+
+        return Work(
+            name=self.name,
+            draw=functools.partial(draw, self),
+            sets=self.sets,
+            kernel=kernel,
+            peers={"cuDNN": by_cudnn(self), "reference": reference} if has_peers else {},
+            error=error,
+            seconds=self.bytes / rate,
+            columns=columns,
+        )
 
 
 CASES = [
@@ -117,10 +136,6 @@ def draw(case: Case, key: jax.Array) -> Inputs:
     )
 
 
-def shapes(case: Case) -> Inputs:
-    return jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
-
-
 def binary_tree(nodes: int) -> np.ndarray:
     """Ancestor bits: node n > 0 is a child of (n - 1) // 2."""
     words = np.zeros((nodes, 2), np.uint32)
@@ -129,9 +144,6 @@ def binary_tree(nodes: int) -> np.ndarray:
             words[node] = words[(node - 1) // 2]
         words[node, node // 32] |= np.uint32(1 << node % 32)
     return words
-
-
-type Attend = Callable[[jax.Array, Inputs, jax.Array], jax.Array]
 
 
 def by_kernel(case: Case, plan: dict[str, int]) -> Attend:
@@ -164,87 +176,9 @@ def by_cudnn(case: Case) -> Attend:
     return attend
 
 
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """Calls that wait for each other, in one program."""
-
-    program: Callable[[Inputs], jax.Array]
-    calls: int
-
-    @staticmethod
-    def compile(case: Case, attend: Attend, rate: float) -> "Chain":
-        """As many calls as take a while at `rate` bytes a second."""
-        iterations = max(2, int(_SECONDS * rate / case.bytes / _CHAINED))
-
-        def chain(x: Inputs) -> jax.Array:
-            def body(n, q):
-                for call in range(_CHAINED):
-                    output = attend(q, x, lax.rem(n * _CHAINED + call, case.sets))
-                    q = q + (0 * output).astype(q.dtype)  # each call waits for the one before
-                return q
-
-            return lax.fori_loop(0, iterations, body, x.q)
-
-        return Chain(jax.jit(chain).lower(shapes(case)).compile(), iterations * _CHAINED)
-
-    def microseconds(self, x: Inputs) -> float:
-        """Of one call: the median of five runs after three that warm up (the first ones record graphs)."""
-        times = []
-        for _ in range(8):
-            started = time.perf_counter()
-            self.program(x).block_until_ready()
-            times.append(time.perf_counter() - started)
-        return 1e6 * float(np.median(times[3:])) / self.calls
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """All that a case runs. A peer that can't be compiled leaves the reason."""
-
-    draw: Callable[[jax.Array], Inputs]
-    error: Callable[[Inputs], jax.Array]
-    kernel: Chain
-    peers: dict[str, Chain | str]
-
-    @staticmethod
-    def compile(case: Case, rate: float, plan: dict[str, int], has_peers: bool) -> "Programs":
-        kernel, reference = by_kernel(case, plan), by_reference(case)
-
-        def error(x: Inputs) -> jax.Array:
-            got, want = (f(x.q, x, jnp.int32(0)).astype(jnp.float32) for f in (kernel, reference))
-            return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
-
-        peers: dict[str, Chain | str] = {}
-        for name, attend, guess in [("cuDNN", by_cudnn(case), rate), ("reference", reference, rate / 8)] * has_peers:
-            try:
-                peers[name] = Chain.compile(case, attend, guess)
-            except (ValueError, RuntimeError, NotImplementedError) as reason:
-                peers[name] = f"{type(reason).__name__}: {str(reason)[:60]}"
-        return Programs(
-            draw=jax.jit(functools.partial(draw, case)).lower(jax.random.key(0)).compile(),
-            error=jax.jit(error).lower(shapes(case)).compile(),
-            kernel=Chain.compile(case, kernel, rate),
-            peers=peers,
-        )
-
-    def measure(self, case: Case, rate: float) -> dict[str, object]:
-        x = self.draw(jax.random.key(0))
-        error = float(self.error(x))
-        row: dict[str, object] = {"case": case.name, "error": f"{error:.1e}"}
-        if not error < _TOLERANCE:
-            return row | {"µs": "WRONG"}
-        time_of_kernel = self.kernel.microseconds(x)
-        row["µs"] = round(time_of_kernel, 1)
-        row["TB/s"] = round(case.bytes / time_of_kernel / 1e6, 2)
-        row["of copy"] = f"{case.bytes / time_of_kernel * 1e6 / rate:.0%}"
-        for name, peer in self.peers.items():
-            row[f"{name} µs"] = peer if isinstance(peer, str) else round(peer.microseconds(x), 1)
-        return row
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES]
+    names = [case.name for case in (*CASES, *PREFILLS)]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
     parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=2,stages=3")
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
@@ -252,17 +186,27 @@ def main() -> None:
     options = parser.parse_args()
 
     plan = {name: int(value) for name, value in (part.split("=") for part in options.plan.split(",") if part)}
+    has_peers = not options.no_peers
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
-    print("case | error | µs | TB/s | of copy | cuDNN µs | reference µs", flush=True)
+    works = {
+        "case | error | µs | TB/s | of copy | cuDNN µs | reference µs": [
+            case.work(plan, has_peers, rate) for name in options.cases for case in CASES if case.name == name
+        ],
+        "case | error | µs | TFLOP/s | cuDNN µs": [
+            case.work(plan, has_peers) for name in options.cases for case in PREFILLS if case.name == name
+        ],
+    }
     rows = []
     with ThreadPoolExecutor() as pool:
-        for cases in itertools.batched((case for name in options.cases for case in CASES if case.name == name), 6):
-            # Compiled together, since that takes most of the time; timed alone.
-            programs = pool.map(lambda case: Programs.compile(case, rate, plan, not options.no_peers), cases)
-            for case, compiled in zip(cases, list(programs), strict=True):
-                rows.append(compiled.measure(case, rate))
-                print(" | ".join(str(value) for value in rows[-1].values()), flush=True)
+        for header, group in works.items():
+            if group:
+                print(header, flush=True)
+            for several in itertools.batched(group, 6):
+                # Compiled together, since that takes most of the time; timed alone.
+                for programs in list(pool.map(Programs.compile, several)):
+                    rows.append(programs.measure())
+                    print(" | ".join(str(value) for value in rows[-1].values()), flush=True)
     if options.output:
         options.output.write_text(json.dumps(rows, indent=1))
 
