@@ -162,9 +162,10 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
     def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
         tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
         o_ref, lse_ref, shared, top_s, total_s, lse_s, q_in, *barriers = others
-        (q_s, *halves, rope_s), o_s = shared
-        *halves_in, rope_in, is_ready, is_spent, is_done = barriers
+        (q_s, halves_s, rope_s), o_s = shared
+        left_in, right_in, rope_in, is_ready, is_spent, is_done = barriers
         sequence, split, row_tile = (lax.axis_index(name) for name in ("sequence", "split", "rows"))
+        me = lax.axis_index("warpgroup")
 
         length = lengths_ref[sequence]
         full, prefix = lax.div(length, TILE), pl.cdiv(length, TILE)
@@ -195,153 +196,148 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
                         source = tree_ref.at[sequence, pl.ds(j * part, part), columns]
                         plgpu.copy_gmem_to_smem(source, target, arrived)
 
-        def visible(tile):
-            """Which tokens of a tile the query rows see, and how many of them are there."""
-            is_tree = tile == prefix
-            present = jnp.minimum(length - tile * TILE, TILE)
+        def present(tile):
+            """How many tokens a tile has; 0 where there is no such tile."""
+            tokens = length - tile * TILE
             if tree:
-                present = jnp.where(is_tree, nodes, present)
-            token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
-            is_visible = token < present
-            if tree:
-                low, high = (
-                    _over(plgpu.load(bits_ref.at[sequence, word, row_tile], layout=_ROW, optimized=False), TILE)
-                    for word in (0, 1)
-                )
-                bit = jnp.right_shift(jnp.where(token < 32, low, high), token & 31) & 1
-                is_visible = is_visible & ((bit == 1) | (tile < prefix))
-            return is_visible, present
+                tokens = jnp.where(tile == prefix, nodes, tokens)
+            return jnp.where(tile < end, jnp.clip(tokens, 0, TILE), 0)
 
-        def attend(me: int):
-            """The part of warpgroup `me`: scores of every other tile, and half of the columns of the output."""
-            mine_s, mine_in, first_column = halves[me], halves_in[me], me * _HALF
+        def mask(scores, tile):
+            """What a query row does not see becomes -inf; whole tiles of the prefix pass as they are."""
 
-            def copies(slot):
-                """What this warpgroup brings: its own half; the second one, always the later, the rotary part too."""
-                return [(first_column, mine_s.at[slot], mine_in.at[slot])] + (
-                    [(LATENT, rope_s.at[slot], rope_in.at[slot])] if me == 1 else []
-                )
+            def masked():
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
+                is_visible = token < present(tile)
+                if tree:
+                    low, high = (
+                        _over(plgpu.load(bits_ref.at[sequence, word, row_tile], layout=_ROW, optimized=False), TILE)
+                        for word in (0, 1)
+                    )
+                    bit = jnp.right_shift(jnp.where(token < 32, low, high), token & 31) & 1
+                    is_visible = is_visible & ((bit == 1) | (tile < prefix))
+                return jnp.where(is_visible, scores, -jnp.inf)
 
-            def score():
-                """Of the tile in this warpgroup's slot."""
+            return lax.cond((tile < full) & (tile < end), lambda: scores, masked)
 
-                def run(acc):
-                    for column, keys, arrived in (
-                        (0, halves[0], halves_in[0]),
-                        (_HALF, halves[1], halves_in[1]),
-                        (LATENT, rope_s, rope_in),
-                    ):
-                        plgpu.barrier_wait(arrived.at[me])
-                        queries = q_s.at[:, pl.ds(column, keys.shape[2])]
-                        plgpu.wgmma(acc, queries, keys.at[me].T)
-                    return acc[...]  # waits for the products
+        def slot_of(tile):
+            """Its number is also that of the warpgroup which computes the scores."""
+            return lax.rem(tile - start, _SLOTS)
 
-                return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
+        def bring(tile, where):
+            """A tile into its slot, in parts; each warpgroup its half once it no longer reads what was there."""
+            slot = slot_of(tile)
 
-            def soften(scores, top, is_visible):
-                """Weights of this warpgroup's tile, for both; returns the new running maximum and their sum."""
-                if is_visible is not None:
-                    scores = jnp.where(is_visible, scores, NO_KEYS)
-                top = jnp.maximum(top, scores.max(axis=1))
-                weights = jnp.exp2(scores * to_log2 - _over(top * to_log2, TILE))
-                if is_visible is not None:
-                    weights = jnp.where(is_visible, weights, 0.0)
-                rope_s.at[me][...] = weights.astype(q.dtype)
-                top_s.at[me][...] = top
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(is_ready.at[me])
-                return top, weights.sum(axis=1)
+            @pl.when(me == 0)
+            def _():
+                fetch(tile, where, 0, halves_s.at[0, slot], left_in.at[slot])
 
-            def await_top(slot):
-                """Of the other warpgroup's tile, once its weights are there."""
-                plgpu.barrier_wait(is_ready.at[slot])
-                return plgpu.load(top_s.at[slot], layout=_ROW)
+            @pl.when(me == 1)
+            def _():
+                fetch(tile, where, _HALF, halves_s.at[1, slot], right_in.at[slot])
 
-            def clean(slot, present):
-                """A weight of 0 would let a NaN through that an earlier owner left in the page."""
-
-                @pl.when(present < TILE)
+                @pl.when(tile >= start + _SLOTS)
                 def _():
-                    for column in range(0, _HALF, 64):
-                        values_s = mine_s.at[slot, :, pl.ds(column, 64)]
-                        token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_MATRIX)
-                        values = plgpu.load(values_s, layout=_MATRIX)
-                        values_s[...] = jnp.where(token < present, values, jnp.zeros_like(values))
-                    plgpu.commit_smem()
+                    plgpu.barrier_wait(is_spent.at[slot])
 
-            def add_values(slot, acc, meanwhile=lambda: None):
-                return _multiply_add(acc, rope_s.at[slot], mine_s.at[slot], meanwhile, bool(interpret))
+                fetch(tile, where, LATENT, rope_s.at[slot], rope_in.at[slot])
 
-            def refill(tile, where, slot):
-                @pl.when(tile < end)
-                def _():
-                    if me == 0:
-                        plgpu.barrier_arrive(is_spent.at[slot])
-                    for n, copy in enumerate(copies(slot)):
-                        if n:  # the other one reads weights there
-                            plgpu.barrier_wait(is_spent.at[slot])
-                        fetch(tile, where, *copy)
+        def score(tile):
+            slot = slot_of(tile)
 
-            def step(n, carry, tiles: int, is_masked: bool):
-                """Two tiles, or the last one alone."""
-                acc, top, total = carry
-                first = start + n * _SLOTS
-                where = [pages_of(first + _SLOTS + slot) for slot in range(tiles)]
-                views = [visible(first + slot) if is_masked else (None, TILE) for slot in range(tiles)]
-                scores = score() if me < tiles else None
-                for slot in range(tiles):
-                    meanwhile, weight = lambda: None, 0.0
-                    if slot == me:
-                        new_top, weight = soften(scores, top, views[me][0]) if me == 0 else ahead
-                    else:
-                        new_top = await_top(slot)
-                        if slot < me < tiles:
-                            meanwhile = functools.partial(soften, scores, new_top, views[me][0])
-                    rescale = jnp.exp2((top - new_top) * to_log2)
-                    top, total = new_top, total * rescale + weight
-                    if is_masked:
-                        clean(slot, views[slot][1])
-                    acc, ahead = add_values(slot, acc * _over(rescale, _HALF), meanwhile)
-                    refill(first + _SLOTS + slot, where[slot], slot)
-                return acc, top, total
+            def run(acc):
+                for column, keys, arrived in (
+                    (0, halves_s.at[0], left_in),
+                    (_HALF, halves_s.at[1], right_in),
+                    (LATENT, rope_s, rope_in),
+                ):
+                    plgpu.barrier_wait(arrived.at[slot])
+                    plgpu.wgmma(acc, q_s.at[:, pl.ds(column, keys.shape[-1])], keys.at[slot].T)
+                return acc[...]  # waits for the products
 
-            if me == 0:
-                plgpu.copy_gmem_to_smem(q_ref.at[sequence, row_tile], q_s.at[pl.ds(0, rows)], q_in)
-            for slot in range(_SLOTS):
+            return mask(pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32)), tile)
 
-                @pl.when(start + slot < end)
-                def _(slot=slot):
-                    for copy in copies(slot):
-                        fetch(start + slot, pages_of(start + slot), *copy)
-
-            plgpu.barrier_wait(q_in)
-            acc, top, total = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
-            tiles = end - start
-            whole = lax.div(jnp.clip(full - start, 0, tiles), _SLOTS)
-            pairs, singles = lax.div(tiles, _SLOTS), pl.cdiv(tiles, _SLOTS)
-            carry = lax.fori_loop(0, whole, functools.partial(step, tiles=2, is_masked=False), (acc, top, total))
-            carry = lax.fori_loop(whole, pairs, functools.partial(step, tiles=2, is_masked=True), carry)
-            acc, top, total = lax.fori_loop(pairs, singles, functools.partial(step, tiles=1, is_masked=True), carry)
-
-            # Each has summed the weights of its own tiles.
-            total_s.at[me][...] = total
-            plgpu.barrier_arrive(is_done)
-            plgpu.barrier_wait(is_done)
-            total = total + plgpu.load(total_s.at[1 - me], layout=_ROW)
-            has_keys = total > 0
-            divisor = jnp.where(has_keys, total, 1.0)
-            here = (sequence, split, row_tile)
-            o_s.at[me][...] = acc / _over(divisor, _HALF)
-            if me == 0:
-                lse_s[...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+        def soften(tile, scores, top):
+            """Weights of a tile, for both warpgroups; returns the new running maximum and their sum."""
+            slot = slot_of(tile)
+            top = jnp.maximum(top, scores.max(axis=1))
+            weights = jnp.exp2(scores * to_log2 - _over(top * to_log2, TILE))
+            rope_s.at[slot][...] = weights.astype(q.dtype)
+            top_s.at[slot][...] = top
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[me, pl.ds(0, rows)], o_ref.at[*here, :, pl.ds(first_column, _HALF)])
-            if me == 0:
-                plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[here])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(is_ready.at[slot])
+            return top, weights.sum(axis=1)
 
-        for me in range(2):
-            pl.when(lax.axis_index("warpgroup") == me)(functools.partial(attend, me))
+        def clean(tile):
+            """A weight of 0 would let a NaN through that an earlier owner left in the page."""
+            tokens = present(tile)
+
+            @pl.when(tokens < TILE)
+            def _():
+                for column in range(0, _HALF, 64):
+                    values_s = halves_s.at[me, slot_of(tile), :, pl.ds(column, 64)]
+                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_MATRIX)
+                    values = plgpu.load(values_s, layout=_MATRIX)
+                    values_s[...] = jnp.where(token < tokens, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+        def step(tile, carry):
+            acc, top, total, scores = carry
+            slot = slot_of(tile)
+            where = pages_of(tile + _SLOTS)
+
+            def mine():
+                return *soften(tile, scores, top), scores
+
+            def other():
+                """Scores of the next tile, while the other warpgroup softens this one."""
+                ahead = lax.cond(tile + 1 < end, lambda: score(tile + 1), lambda: scores)
+                plgpu.barrier_wait(is_ready.at[slot])
+                return plgpu.load(top_s.at[slot], layout=_ROW), _full((TILE,), 0.0, _ROW), ahead
+
+            new_top, weight, scores = lax.cond(slot == me, mine, other)
+            rescale = jnp.exp2((top - new_top) * to_log2)
+            clean(tile)
+            acc = _multiply_add(acc * _over(rescale, _HALF), rope_s.at[slot], halves_s.at[me, slot], bool(interpret))
+
+            @pl.when(tile + _SLOTS < end)
+            def _():
+                pl.when(me == 0)(lambda: plgpu.barrier_arrive(is_spent.at[slot]))
+                bring(tile + _SLOTS, where)
+
+            return acc, new_top, total * rescale + weight, scores
+
+        @pl.when(me == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(q_ref.at[sequence, row_tile], q_s.at[pl.ds(0, rows)], q_in)
+
+        for ahead in range(_SLOTS):
+            pl.when(start + ahead < end)(lambda tile=start + ahead: bring(tile, pages_of(tile)))
+
+        plgpu.barrier_wait(q_in)
+        scores = _full((TILE, TILE), 0.0, _MATRIX)
+        scores = lax.cond((me == 0) & (start < end), lambda: score(start), lambda: scores)
+        acc, top, total = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        acc, top, total, _ = lax.fori_loop(start, end, step, (acc, top, total, scores))
+
+        # Each has summed the weights of its own tiles.
+        total_s.at[me][...] = total
+        plgpu.barrier_arrive(is_done)
+        plgpu.barrier_wait(is_done)
+        total = total + plgpu.load(total_s.at[1 - me], layout=_ROW)
+        has_keys = total > 0
+        divisor = jnp.where(has_keys, total, 1.0)
+        here = (sequence, split, row_tile)
+        o_s.at[me][...] = acc / _over(divisor, _HALF)
+
+        @pl.when(me == 0)
+        def _():
+            lse_s[...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_s.at[me, pl.ds(0, rows)], o_ref.at[*here, :, pl.ds(me * _HALF, _HALF)])
+        pl.when(me == 0)(lambda: plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[here]))
+        plgpu.wait_smem_to_gmem(0)
 
     def tiled(dtype, *shape):
         """As wgmma reads it from shared memory, and without bank conflicts."""
@@ -351,8 +347,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
 
     loaded = (
         tiled(q.dtype, TILE, KEY),
-        tiled(q.dtype, _SLOTS, TILE, _HALF),
-        tiled(q.dtype, _SLOTS, TILE, _HALF),
+        tiled(q.dtype, 2, _SLOTS, TILE, _HALF),
         tiled(q.dtype, _SLOTS, TILE, ROPE),
     )
     barrier = plgpu.Barrier
@@ -382,15 +377,16 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
     )(*operands)
 
 
-def _multiply_add(acc, lhs, rhs, meanwhile, is_simulated: bool):
-    """acc + lhs @ rhs, and what `meanwhile` returns, which runs until the product is there."""
+def _multiply_add(acc, lhs, rhs, is_simulated: bool):
+    """acc + lhs @ rhs, in the registers of acc."""
 
     def run(result):
-        if not is_simulated:  # the interpreter has no store to an accumulator
-            result[...] = acc
+        if is_simulated:  # the interpreter has no store to an accumulator
+            plgpu.wgmma(result, lhs, rhs)
+            return acc + result[...]
+        result[...] = acc
         plgpu.wgmma(result, lhs, rhs)
-        other = meanwhile()
-        return (result[...] + acc if is_simulated else result[...]), other
+        return result[...]  # waits for the product
 
     return pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
 
