@@ -180,28 +180,26 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
         def fetch(tile, where, first_column, into, arrived):
             """Some columns of a tile, as many as there is room for."""
             columns = pl.ds(first_column, into.shape[1])
-            for j, page in enumerate(where):
-                target = into.at[pl.ds(j * part, part)]
 
-                @pl.when(tile < prefix)
-                def _(page=page, target=target):
-                    offset = lax.rem(tile, tiles_per_page) * part
-                    source = pages_ref.at[first_page + page, pl.ds(offset, part), columns]
-                    plgpu.copy_gmem_to_smem(source, target, arrived)
+            def copy(sources):
+                for j, source in enumerate(sources):
+                    plgpu.copy_gmem_to_smem(source, into.at[pl.ds(j * part, part)], arrived)
 
-                if tree:
+            @pl.when(tile < prefix)
+            def _():
+                tokens = pl.ds(lax.rem(tile, tiles_per_page) * part, part)
+                copy(pages_ref.at[first_page + page, tokens, columns] for page in where)
 
-                    @pl.when(tile == prefix)
-                    def _(j=j, target=target):
-                        source = tree_ref.at[sequence, pl.ds(j * part, part), columns]
-                        plgpu.copy_gmem_to_smem(source, target, arrived)
+            if tree:
+
+                @pl.when(tile == prefix)
+                def _():
+                    copy(tree_ref.at[sequence, pl.ds(j * part, part), columns] for j in range(parts))
 
         def present(tile):
-            """How many tokens a tile has; 0 where there is no such tile."""
-            tokens = length - tile * TILE
-            if tree:
-                tokens = jnp.where(tile == prefix, nodes, tokens)
-            return jnp.where(tile < end, jnp.clip(tokens, 0, TILE), 0)
+            """How many tokens a tile has."""
+            tokens = jnp.minimum(length - tile * TILE, TILE)
+            return jnp.where(tile == prefix, nodes, tokens) if tree else tokens
 
         def mask(scores, tile):
             """What a query row does not see becomes -inf; whole tiles of the prefix pass as they are."""
@@ -218,7 +216,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
                     is_visible = is_visible & ((bit == 1) | (tile < prefix))
                 return jnp.where(is_visible, scores, -jnp.inf)
 
-            return lax.cond((tile < full) & (tile < end), lambda: scores, masked)
+            return lax.cond(tile < full, lambda: scores, masked)
 
         def slot_of(tile):
             """Its number is also that of the warpgroup which computes the scores."""
@@ -270,6 +268,11 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             plgpu.barrier_arrive(is_ready.at[slot])
             return top, weights.sum(axis=1)
 
+        def await_top(tile):
+            """The running maximum after the other warpgroup's tile, once its weights are there."""
+            plgpu.barrier_wait(is_ready.at[slot_of(tile)])
+            return plgpu.load(top_s.at[slot_of(tile)], layout=_ROW), _full((TILE,), 0.0, _ROW)
+
         def clean(tile):
             """A weight of 0 would let a NaN through that an earlier owner left in the page."""
             tokens = present(tile)
@@ -284,30 +287,28 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
                 plgpu.commit_smem()
 
         def step(tile, carry):
-            acc, top, total, scores = carry
+            acc, top, total, mine = carry
             slot = slot_of(tile)
+            is_mine, is_next_mine = slot == me, (slot != me) & (tile + 1 < end)
             where = pages_of(tile + _SLOTS)
-
-            def mine():
-                return *soften(tile, scores, top), scores
-
-            def other():
-                """Scores of the next tile, while the other warpgroup softens this one."""
-                ahead = lax.cond(tile + 1 < end, lambda: score(tile + 1), lambda: scores)
-                plgpu.barrier_wait(is_ready.at[slot])
-                return plgpu.load(top_s.at[slot], layout=_ROW), _full((TILE,), 0.0, _ROW), ahead
-
-            new_top, weight, scores = lax.cond(slot == me, mine, other)
+            scores = lax.cond(is_next_mine, lambda: score(tile + 1), lambda: _full((TILE, TILE), 0.0, _MATRIX))
+            new_top, weight = lax.cond(is_mine, lambda: mine, lambda: await_top(tile))
             rescale = jnp.exp2((top - new_top) * to_log2)
             clean(tile)
-            acc = _multiply_add(acc * _over(rescale, _HALF), rope_s.at[slot], halves_s.at[me, slot], bool(interpret))
+
+            def meanwhile():
+                return lax.cond(is_next_mine, lambda: soften(tile + 1, scores, new_top), lambda: mine)
+
+            acc, mine = _multiply_add(
+                acc * _over(rescale, _HALF), rope_s.at[slot], halves_s.at[me, slot], meanwhile, bool(interpret)
+            )
 
             @pl.when(tile + _SLOTS < end)
             def _():
                 pl.when(me == 0)(lambda: plgpu.barrier_arrive(is_spent.at[slot]))
                 bring(tile + _SLOTS, where)
 
-            return acc, new_top, total * rescale + weight, scores
+            return acc, new_top, total * rescale + weight, mine
 
         @pl.when(me == 0)
         def _():
@@ -317,10 +318,11 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             pl.when(start + ahead < end)(lambda tile=start + ahead: bring(tile, pages_of(tile)))
 
         plgpu.barrier_wait(q_in)
-        scores = _full((TILE, TILE), 0.0, _MATRIX)
-        scores = lax.cond((me == 0) & (start < end), lambda: score(start), lambda: scores)
-        acc, top, total = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
-        acc, top, total, _ = lax.fori_loop(start, end, step, (acc, top, total, scores))
+        acc, none, zero = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        first = lax.cond(
+            (me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, zero)
+        )
+        acc, top, total, _ = lax.fori_loop(start, end, step, (acc, none, zero, first))
 
         # Each has summed the weights of its own tiles.
         total_s.at[me][...] = total
@@ -379,16 +381,16 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
     )(*operands)
 
 
-def _multiply_add(acc, lhs, rhs, is_simulated: bool):
-    """acc + lhs @ rhs, in the registers of acc."""
+def _multiply_add(acc, lhs, rhs, meanwhile, is_simulated: bool):
+    """acc + lhs @ rhs, in the registers of acc; and what `meanwhile` returns, which runs during the product."""
 
     def run(result):
-        if is_simulated:  # the interpreter has no store to an accumulator
-            plgpu.wgmma(result, lhs, rhs)
-            return acc + result[...]
-        result[...] = acc
+        if not is_simulated:  # the interpreter has no store to an accumulator
+            result[...] = acc
         plgpu.wgmma(result, lhs, rhs)
-        return result[...]  # waits for the product
+        other = meanwhile()
+        product = result[...]  # waits for it
+        return (acc + product if is_simulated else product), other
 
     return pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
 
