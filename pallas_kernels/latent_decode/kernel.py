@@ -19,7 +19,6 @@ What decides the form is that a row of keys is 576 wide and its first 512 are th
   128 heads the second set of rows finds the keys in the L2 cache, which then has to give 4.5 TB/s for 550 TFLOP/s.
 """
 
-import functools
 import math
 
 import jax
@@ -319,9 +318,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
 
         plgpu.barrier_wait(q_in)
         acc, none, zero = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
-        first = lax.cond(
-            (me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, zero)
-        )
+        first = lax.cond((me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, zero))
         acc, top, total, _ = lax.fori_loop(start, end, step, (acc, none, zero, first))
 
         # Each has summed the weights of its own tiles.
