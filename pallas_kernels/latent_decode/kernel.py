@@ -19,6 +19,7 @@ What decides the form is that a row of keys is 576 wide and its first 512 are th
   128 heads the second set of rows finds the keys in the L2 cache, which then has to give 4.5 TB/s for 550 TFLOP/s.
 """
 
+import functools
 import math
 
 import jax
@@ -314,7 +315,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             plgpu.copy_gmem_to_smem(q_ref.at[sequence, row_tile], q_s.at[0, pl.ds(0, rows)], q_in)
 
         for ahead in range(_SLOTS):
-            pl.when(start + ahead < end)(lambda tile=start + ahead: bring(tile, pages_of(tile)))
+            pl.when(start + ahead < end)(functools.partial(bring, start + ahead, pages_of(start + ahead)))
 
         plgpu.barrier_wait(q_in)
         acc, none, zero = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
