@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +34,9 @@ from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
 
 _CHAINED = 8  # calls in one iteration: few enough to compile, enough for the host to stay ahead of the device
-_COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
+COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
 _SECONDS = 0.02  # of one measurement
-_TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
+TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def sets(self) -> int:
-        return 1 + -(-_COLD_BYTES // self.bytes)
+        return 1 + -(-COLD_BYTES // self.bytes)
 
     @property
     def scale(self) -> float:
@@ -168,26 +169,26 @@ def by_cudnn(case: Case) -> Attend:
 class Chain:
     """Calls that wait for each other, in one program."""
 
-    program: Callable[[Inputs], jax.Array]
+    program: Callable[[Any], jax.Array]
     calls: int
 
     @staticmethod
-    def compile(case: Case, attend: Attend, rate: float) -> "Chain":
-        """As many calls as take a while at `rate` bytes a second."""
-        iterations = max(2, int(_SECONDS * rate / case.bytes / _CHAINED))
+    def compile(shapes: Any, sets: int, call_bytes: int, attend: Callable[..., jax.Array], rate: float) -> "Chain":
+        """As many calls as take a while at `rate` bytes a second, over so many sets of inputs in turn."""
+        iterations = max(2, int(_SECONDS * rate / call_bytes / _CHAINED))
 
-        def chain(x: Inputs) -> jax.Array:
+        def chain(x: Any) -> jax.Array:
             def body(n, q):
                 for call in range(_CHAINED):
-                    output = attend(q, x, lax.rem(n * _CHAINED + call, case.sets))
+                    output = attend(q, x, lax.rem(n * _CHAINED + call, sets))
                     q = q + (0 * output).astype(q.dtype)  # each call waits for the one before
                 return q
 
             return lax.fori_loop(0, iterations, body, x.q)
 
-        return Chain(jax.jit(chain).lower(shapes(case)).compile(), iterations * _CHAINED)
+        return Chain(jax.jit(chain).lower(shapes).compile(), iterations * _CHAINED)
 
-    def microseconds(self, x: Inputs) -> float:
+    def microseconds(self, x: Any) -> float:
         """Of one call: the median of five runs after three that warm up (the first ones record graphs)."""
         times = []
         for _ in range(8):
@@ -214,16 +215,19 @@ class Programs:
             got, want = (f(x.q, x, jnp.int32(0)).astype(jnp.float32) for f in (kernel, reference))
             return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
+        def chain(attend: Attend, rate: float) -> Chain:
+            return Chain.compile(shapes(case), case.sets, case.bytes, attend, rate)
+
         peers: dict[str, Chain | str] = {}
         for name, attend, guess in [("cuDNN", by_cudnn(case), rate), ("reference", reference, rate / 8)] * has_peers:
             try:
-                peers[name] = Chain.compile(case, attend, guess)
+                peers[name] = chain(attend, guess)
             except (ValueError, RuntimeError, NotImplementedError) as reason:
                 peers[name] = f"{type(reason).__name__}: {str(reason)[:60]}"
         return Programs(
             draw=jax.jit(functools.partial(draw, case)).lower(jax.random.key(0)).compile(),
             error=jax.jit(error).lower(shapes(case)).compile(),
-            kernel=Chain.compile(case, kernel, rate),
+            kernel=chain(kernel, rate),
             peers=peers,
         )
 
@@ -231,7 +235,7 @@ class Programs:
         x = self.draw(jax.random.key(0))
         error = float(self.error(x))
         row: dict[str, object] = {"case": case.name, "error": f"{error:.1e}"}
-        if not error < _TOLERANCE:
+        if not error < TOLERANCE:
             return row | {"µs": "WRONG"}
         time_of_kernel = self.kernel.microseconds(x)
         row["µs"] = round(time_of_kernel, 1)
