@@ -33,7 +33,7 @@ from pallas_kernels.context_decode.plan import TILE
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.latent_decode.plan import Plan, unsupported
 from pallas_kernels.latent_decode.reference import KEY, LATENT, ROPE
-from pallas_kernels.lse_merge import merge
+from pallas_kernels.lse_merge.kernel import merge_splits
 
 _LOG2_E = math.log2(math.e)
 _MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -122,12 +122,11 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
         rows, ancestors = tree
         operands += [_pad(rows, 1, TILE), _row_bits(ancestors, h, plan)]
     output, lse = _call(plan, operands, layer * pages.shape[1], t, scale, interpret or None)
-    lse = lse[..., : plan.rows]
+    output, lse = output.reshape(b, plan.splits, -1, LATENT), lse.reshape(b, plan.splits, -1)
     if plan.splits == 1:
-        output, lse = output[:, 0], lse[:, 0]
+        output, lse = output[:, 0, : t * h], lse[:, 0, : t * h]
     else:
-        output, lse = merge(jnp.moveaxis(output, 1, 0), jnp.moveaxis(lse, 1, 0))
-    output, lse = output.reshape(b, -1, LATENT)[:, : t * h], lse.reshape(b, -1)[:, : t * h]
+        output, lse = merge_splits(output, lse, t * h, interpret=interpret)
     return output.reshape(b, t, h, LATENT), lse.reshape(b, t, h)
 
 
@@ -150,7 +149,7 @@ def _row_bits(ancestors: UInt32[Array, "B T 2"], heads: int, plan: Plan) -> Int[
 
 
 def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float, interpret):
-    """Partial outputs f32[B, splits, row_tiles, rows, 512] and log-sum-exps f32[B, splits, row_tiles, 64]."""
+    """Partial outputs f32[B, splits, row_tiles, rows, 512] and log-sum-exps f32[B, splits, row_tiles, rows]."""
     q, pages, page_table, _, *tree = operands
     b, row_tiles, rows, _ = q.shape
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
@@ -338,7 +337,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
 
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_s.at[me, pl.ds(0, rows)], o_ref.at[*here, :, pl.ds(me * _HALF, _HALF)])
-        pl.when(me == 0)(lambda: plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[here]))
+        pl.when(me == 0)(lambda: plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows)], lse_ref.at[here]))
         plgpu.wait_smem_to_gmem(0)
 
     def tiled(dtype, *shape):
@@ -362,7 +361,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
         interpret=interpret,
         out_type=(
             jax.ShapeDtypeStruct((b, splits, row_tiles, rows, LATENT), jnp.float32),
-            jax.ShapeDtypeStruct((b, splits, row_tiles, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((b, splits, row_tiles, rows), jnp.float32),
         ),
         scratch_types=(
             plgpu.RefUnion(loaded, tiled(jnp.float32, 2, TILE, _HALF)),  # the output waits for all that was loaded
