@@ -4,19 +4,22 @@ It computes what `reference.py` does and, with a tree, the merge of both parts. 
 are cut into blocks of 64; keys into tiles of 64 tokens, tiles into contiguous splits whose partial results are merged
 by their log-sum-exp. The tree is the last tile.
 
-What decides the form is that a row of keys is 576 wide and its first 512 are the values:
+What decides the form is that a row of keys is 576 wide and that its first 512 are the values:
 
 - An output of 64 x 512 float32 would be 256 registers of each thread of one warpgroup, more than a thread has. So a
-  block has two warpgroups, and each accumulates the half of the columns that it owns, left or right, of every tile.
-- Each warpgroup computes the scores of every other tile, alone: the weights go to the other one through shared memory.
-  Splitting the scores of one tile instead would make products so narrow that shared memory bounds them. While one
-  warpgroup is at its softmax, the other one multiplies.
-- 64 query rows take 72 KiB and so does a tile, so 227 KiB hold two tiles, both in use. The next tiles arrive in parts,
-  left, right and rotary, each as soon as its last reader is done: only the owner reads a half of the latent at the end,
-  so it refills it without asking. There is no room for weights; they lie where the rotary part was, which only the
-  scores need.
-- A block of 64 rows does 121 FLOP for each byte that it loads. From memory that is far below what bounds 16 heads; with
-  128 heads the second set of rows finds the keys in the L2 cache, which then has to give 4.5 TB/s for 550 TFLOP/s.
+  block has two warpgroups, and each accumulates its half of the columns, left or right, over every tile.
+- Each warpgroup computes the scores of every other tile, alone; the weights reach the other one through shared memory.
+  Half the scores of every tile would be products of 32 columns, which shared memory bounds: 3 KiB are read for each,
+  24 cycles, where the tensor cores need 16.
+- A warpgroup turns the scores of its next tile into weights while its product of this one is under way, so that the
+  chain from one running maximum to the next is never longer than a softmax.
+- 64 query rows take 72 KiB and so does a tile, so 227 KiB hold two tiles, both in use. The tiles after them come in
+  parts, left, right and rotary, each once its last reader is done. Of a half that is its owner, who refills it without
+  asking. There is no room for weights: they lie where the rotary part was, which only the scores need, and that part
+  alone waits for both.
+- A block does 121 FLOP for each byte that it loads, whether its rows count or are padding: at the speed of the memory
+  that is three fifths of what the tensor cores do, so few heads are bound by memory. 128 heads are two sets of rows,
+  and the second finds the keys in the L2 cache, which has to give 4.5 TB/s for 550 TFLOP/s.
 """
 
 import functools
@@ -257,7 +260,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             return mask(pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32)), tile)
 
         def soften(tile, scores, top):
-            """Weights of a tile, for both warpgroups; returns the new running maximum and their sum."""
+            """Weights of a tile, for both warpgroups; returns the running maximum with it, and their sum."""
             slot = slot_of(tile)
             top = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.exp2(scores * to_log2 - _over(top * to_log2, TILE))
@@ -286,6 +289,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
                 plgpu.commit_smem()
 
         def step(tile, carry):
+            """Values of a tile; of the next one the weights, where they are this warpgroup's to find (`mine`)."""
             acc, top, total, mine = carry
             slot = slot_of(tile)
             is_mine, is_next_mine = slot == me, (slot != me) & (tile + 1 < end)
@@ -317,9 +321,10 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             pl.when(start + ahead < end)(functools.partial(bring, start + ahead, pages_of(start + ahead)))
 
         plgpu.barrier_wait(q_in)
-        acc, none, zero = _full((TILE, _HALF), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
-        first = lax.cond((me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, zero))
-        acc, top, total, _ = lax.fori_loop(start, end, step, (acc, none, zero, first))
+        acc = _full((TILE, _HALF), 0.0, _MATRIX)
+        none, no_weight = _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        mine = lax.cond((me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, no_weight))
+        acc, top, total, _ = lax.fori_loop(start, end, step, (acc, none, no_weight, mine))
 
         # Each has summed the weights of its own tiles.
         total_s.at[me][...] = total

@@ -53,10 +53,11 @@ class Plan:
         """For so many query rows of a sequence over at most `tiles` tiles of keys."""
         row_tiles = -(-rows // TILE)
         blocks = batch * row_tiles  # one fits on a multiprocessor
-        overhead = 3  # what a block costs beside its tiles: first fetch, and its share of the merge
+        overhead = 3  # what a block costs beside its tiles: first fetch and last store
 
-        def cost(splits: int) -> int:
-            return -(-blocks * splits // _MULTIPROCESSORS) * (-(-tiles // splits) + overhead)
+        def cost(splits: int) -> float:
+            merging = splits / 32  # which are read at once
+            return -(-blocks * splits // _MULTIPROCESSORS) * (-(-tiles // splits) + overhead) + merging
 
         return Plan(
             rows=round_up(-(-rows // row_tiles), 8),

@@ -213,7 +213,7 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(c
 
 @pytest.mark.parametrize(
     ("batch", "rows", "context", "splits"),
-    [(8, 16, 8192, 16), (8, 128, 8192, 8), (1, 16, 1024, 16), (128, 16, 8192, 1)],
+    [(8, 16, 8192, 16), (8, 128, 8192, 8), (1, 16, 1024, 16), (1, 16, 8192, 64), (128, 16, 8192, 1)],
 )
 def test_splits_fill_the_multiprocessors_in_as_few_waves_as_they_can(batch, rows, context, splits):
     assert Plan.of(batch, rows, tiles=context // 64).splits == splits
