@@ -1,16 +1,17 @@
-"""Attention of decoding and of prefill, one row a case: the Mosaic kernel beside the reference and cuDNN.
+"""Attention of decoding, of prefill and of latent (MLA) decoding, one row a case: the Mosaic kernel beside its peers.
 
     python tools/bench/attention.py
     python tools/bench/attention.py --cases 8x8192:t8 1x1024:t1 --plan splits=2,stages=3 --no-peers
-    python tools/bench/attention.py --cases prefill:0+8192 prefill:8192+2048
+    python tools/bench/attention.py --cases prefill:0+8192 latent:8x8192:h16:t1
 
 Time is that of one call, prologue and merge included, in a chain of calls inside one program that goes round several
 sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s counts the keys and values read, once;
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
 (`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. Of a prefill,
 whose chunk is causal, TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not
-join them. Before it is timed, each case is compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖,
-for a prefill over rows spread over the chunk.
+join them. Of latents, TB/s counts each once, and TFLOP/s both products of the prefix. Before it is timed, each case is
+compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖, for a prefill over rows spread over the
+chunk.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from generate import copy_rate
 from jax import lax
+from latent import LATENTS
 from prefill import PREFILLS
-from timing import COLD_BYTES, Attend, Programs, Work, relative_error
+from timing import COLD_BYTES, Attend, Programs, Work, binary_tree, relative_error
 
 from pallas_kernels.context_decode import context_decode
 from pallas_kernels.context_decode.kernel import tree_decode
@@ -136,16 +137,6 @@ def draw(case: Case, key: jax.Array) -> Inputs:
     )
 
 
-def binary_tree(nodes: int) -> np.ndarray:
-    """Ancestor bits: node n > 0 is a child of (n - 1) // 2."""
-    words = np.zeros((nodes, 2), np.uint32)
-    for node in range(nodes):
-        if node:
-            words[node] = words[(node - 1) // 2]
-        words[node, node // 32] |= np.uint32(1 << node % 32)
-    return words
-
-
 def by_kernel(case: Case, plan: dict[str, int]) -> Attend:
     tiles = case.context // 64 + 1
     rows = case.tokens * case.heads // case.kv_heads
@@ -178,7 +169,7 @@ def by_cudnn(case: Case) -> Attend:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in (*CASES, *PREFILLS)]
+    names = [case.name for case in (*CASES, *PREFILLS, *LATENTS)]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
     parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=2,stages=3")
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
@@ -195,6 +186,9 @@ def main() -> None:
         ],
         "case | error | µs | TFLOP/s | cuDNN µs": [
             case.work(plan, has_peers) for name in options.cases for case in PREFILLS if case.name == name
+        ],
+        "case | error | µs | TB/s | of copy | TFLOP/s | reference µs": [
+            case.work(plan, has_peers, rate) for name in options.cases for case in LATENTS if case.name == name
         ],
     }
     rows = []

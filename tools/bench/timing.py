@@ -120,3 +120,13 @@ class Programs:
 def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+
+
+def binary_tree(nodes: int) -> np.ndarray:
+    """Ancestor bits: node n > 0 is a child of (n - 1) // 2."""
+    words = np.zeros((nodes, 2), np.uint32)
+    for node in range(nodes):
+        if node:
+            words[node] = words[(node - 1) // 2]
+        words[node, node // 32] |= np.uint32(1 << node % 32)
+    return words

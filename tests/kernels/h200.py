@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,16 +31,26 @@ _H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 
 
 
 def compile_for_h200(
-    function: Callable, arguments: list[jax.ShapeDtypeStruct], monkeypatch, capfd
+    function: Callable[..., Any], arguments: Sequence[Any], monkeypatch: pytest.MonkeyPatch, capfd
 ) -> tuple[jax.stages.Compiled, str]:
-    """The program of one device, and what the assembler says of its kernels: registers, spills, serialisation."""
+    """The program of one device, and what the assembler says of its kernels: registers, spills, serialisation.
+
+    Args:
+      function: jitted.
+      arguments: their shapes.
+    """
     tools = [str(Path(path) / "cu13" / "bin") for path in importlib.util.find_spec("nvidia").submodule_search_locations]
     monkeypatch.setenv("PATH", os.pathsep.join([*tools, os.environ["PATH"]]))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     devices = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1").devices
     sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,)), P())
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments]
-    compiled = jax.jit(function).lower(*placed).compile()
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    compiled = function.lower(*placed).compile()
     report = "".join(capfd.readouterr())
     assert "sm_90a" in report
     return compiled, report
+
+
+def assert_without_spills(report: str) -> None:
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "Registers are spilled" not in report
