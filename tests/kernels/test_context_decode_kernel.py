@@ -7,18 +7,14 @@ On a Hopper GPU the same tests run the kernel itself:
 
 import dataclasses
 import functools
-import importlib.util
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
+from h200 import NEEDS_COMPILER, compile_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.paged import TargetCache
@@ -310,55 +306,26 @@ def test_a_kernel_that_cannot_be_had_is_refused_with_the_rule_and_the_remedy():
         assert "use attention 'reference' or 'auto'" in str(raised.value)
 
 
-H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
- shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
- block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
- l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
- shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
- registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
- thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "NVIDIA H200"
- driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
- device_interconnect_info { active_links: 18 } } platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 }
- device_description_str: "NVIDIA H200\""""
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("jax_plugins.xla_cuda13") if importlib.util.find_spec("jax_plugins") else True,
-    reason="needs the CUDA plugin and its compiler: uv sync --extra cuda13",
-)
+@NEEDS_COMPILER
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(tokens, head_dim, monkeypatch, capfd):
-    tools = [str(Path(path) / "cu13" / "bin") for path in importlib.util.find_spec("nvidia").submodule_search_locations]
-    monkeypatch.setenv("PATH", os.pathsep.join([*tools, os.environ["PATH"]]))
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices
-    mesh = jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
     batch, kv_heads, group, page_size, width = 8, 8, 4, 64, 128
-
-    def argument(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-
-    pages = argument(jnp.bfloat16, LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim)
-    tree = argument(jnp.bfloat16, batch, tokens, kv_heads, head_dim)
+    pages = jax.ShapeDtypeStruct((LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim), jnp.bfloat16)
+    tree = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), jnp.bfloat16)
 
     def decode(q, pages, page_table, lengths, *tree):
         return tree_decode(q, pages, LAYER, page_table, lengths, *tree, scale=head_dim**-0.5, interpret=False)
 
-    compiled = (
-        jax.jit(decode)
-        .lower(
-            argument(jnp.bfloat16, batch, tokens, kv_heads * group, head_dim),
-            pages,
-            argument(jnp.int32, batch, width),
-            argument(jnp.int32, batch),
-            tree,
-            tree,
-            argument(jnp.uint32, batch, tokens, 2),
-        )
-        .compile()
-    )
-    report = "".join(capfd.readouterr())
-    assert "sm_90a" in report
+    arguments = [
+        jax.ShapeDtypeStruct((batch, tokens, kv_heads * group, head_dim), jnp.bfloat16),
+        pages,
+        jax.ShapeDtypeStruct((batch, width), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        tree,
+        tree,
+        jax.ShapeDtypeStruct((batch, tokens, 2), jnp.uint32),
+    ]
+    compiled, report = compile_for_h200(decode, arguments, monkeypatch, capfd)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert compiled.memory_analysis().temp_size_in_bytes < pages.size // 8
