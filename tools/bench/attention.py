@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
-    parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=2,stages=3")
+    parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=4,may_cluster=0")
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     options = parser.parse_args()
