@@ -75,7 +75,7 @@ class VisitAttention:
       is_occupied: a group is there at all; else nothing may be kept of its rows.
       lengths, page_table, ancestors: of the group's slots.
       lane: the chunk, or None in a program without a lane.
-      attention: `PALLAS` takes the kernel for the trees; the chunk has the reference.
+      attention: `PALLAS` takes the kernels for the trees; the chunk has the reference.
     """
 
     geometry: PageGeometry

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
+from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
 
@@ -104,7 +104,7 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
     operands = [padded, pages.reshape(-1, *pages.shape[3:]), page_table.astype(jnp.int32), lengths.astype(jnp.int32)]
     if tree is not None:
         k, v, ancestors = tree
-        operands += [_tree_tiles(k, v), _row_bits(ancestors, group, plan)]
+        operands += [*(_pad(x, 1, copied_rows(t)) for x in (k, v)), _row_bits(ancestors, group, plan)]
     output, lse = _call(plan, operands, layer * 2 * pages.shape[2], pages.shape[2], scale, interpret or None)
     lse = lse[..., : plan.rows]
     if output.shape[2] == 1:
@@ -123,11 +123,6 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
         if x.dtype != pages.dtype:
             return f"{name} is {x.dtype.name} and the cache {pages.dtype.name}: both must be the same"
     return None
-
-
-def _tree_tiles(k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]) -> Float[Array, "2 B K T8 D"]:
-    """T is rounded up to 8, the rows of a tile in shared memory."""
-    return _pad(jnp.stack([k, v]).swapaxes(2, 3), 3, round_up(k.shape[1], 8))
 
 
 def _row_bits(ancestors: UInt32[Array, "B T 2"], group: int, plan: Plan) -> Int[Array, "B 2 row_tiles 64"]:
@@ -151,7 +146,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
     to_log2 = scale * _LOG2_E
 
     def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
-        tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
+        tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
         o_ref, lse_ref, *others = others
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
         q_s, k_s, v_s, p_s, o_s, lse_s, q_in, k_in, v_in, tree_in, k_free, v_free, clean, *merging = others
@@ -187,8 +182,9 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
 
                 @pl.when(tile == prefix)
                 def _():
-                    target = into.at[slot, pl.ds(0, tree_ref.shape[3])]
-                    plgpu.copy_gmem_to_smem(tree_ref.at[kind, sequence, head], target, tree_in.at[kind])
+                    nodes_ref = (tree_k_ref, tree_v_ref)[kind]
+                    source = nodes_ref.at[sequence, pl.ds(0, TILE), head]  # zeros beyond the nodes
+                    plgpu.copy_gmem_to_smem(source, into.at[slot], tree_in.at[kind])
 
         @pl.when(me == 0)
         def _():
@@ -250,7 +246,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         def masked_tile(tile, carry):
             """The last tile of the prefix, where it is partial, or the tree; both are within the last two."""
             slot, is_tree = slot_of(tile), tile == prefix
-            count = jnp.where(is_tree, tree_ref.shape[3], length - tile * TILE) if tree else length - tile * TILE
+            count = jnp.where(is_tree, TILE, length - tile * TILE) if tree else length - tile * TILE
             for kind, arrived in enumerate((k_in, v_in)):
 
                 @pl.when(tile < prefix)

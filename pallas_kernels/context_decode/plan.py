@@ -89,3 +89,8 @@ class Plan:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def copied_rows(rows: int) -> int:
+    """Rows that an array needs for a copy to fill a tile with them, and zeros beyond: it counts in tiles of 8."""
+    return rows if rows <= 8 else round_up(rows, 8)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.context_decode.plan import TILE, round_up, unsupported
+from pallas_kernels.context_decode.plan import TILE, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import LSE_COLUMNS
 
@@ -66,8 +66,7 @@ def tree_join(
         interpret = jax.default_backend() == "cpu"
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    # A copy gives zeros for rows beyond the nodes, but it counts them in tiles of 8.
-    rows = t if t <= _TILE_ROWS else round_up(t, _TILE_ROWS)
+    rows = copied_rows(t)
     q, k, v = (jnp.pad(x, ((0, 0), (0, rows - t), (0, 0), (0, 0))) for x in (q, k, v))
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, rows - t), (0, 0), (0, 0)))
     words = lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2)
