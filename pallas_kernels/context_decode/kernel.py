@@ -344,10 +344,10 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
-    def results(parts):
+    def results(count):
         return (
-            jax.ShapeDtypeStruct((b, kv_heads, parts, row_tiles, rows, d), jnp.float32),
-            jax.ShapeDtypeStruct((b, kv_heads, parts, row_tiles, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, rows, d), jnp.float32),
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, TILE), jnp.float32),
         )
 
     barrier = plgpu.Barrier
@@ -367,9 +367,9 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         barrier(num_arrivals=warpgroups),
     ]
     axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // warpgroups)
-    clusters = {}
+    clusters: dict[str, int] = {}
     if cluster > 1:
-        clusters = dict(cluster=(axes.pop("split"),), cluster_names=("split",))
+        clusters["split"] = axes.pop("split")
         scratch += [
             plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=warpgroups),
             barrier(num_arrivals=64 // share, num_barriers=warpgroups),
@@ -378,7 +378,8 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         body,
         grid=tuple(axes.values()),
         grid_names=tuple(axes),
-        **clusters,
+        cluster=tuple(clusters.values()),
+        cluster_names=tuple(clusters),
         num_threads=warpgroups,
         thread_name="warpgroup",
         interpret=interpret,
