@@ -21,8 +21,9 @@ from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.chunk_prefill import causal_attention
 from pallas_kernels.context_decode import context_decode, kernel, plan
-from pallas_kernels.lse_merge import join, merge
+from pallas_kernels.lse_merge import join, merge, pack, unpack
 from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.kernel import tree_join
 
 REFERENCE, PALLAS = "reference", "pallas"
 _HOPPER = "9.0"
@@ -74,7 +75,7 @@ class VisitAttention:
       is_occupied: a group is there at all; else nothing may be kept of its rows.
       lengths, page_table, ancestors: of the group's slots.
       lane: the chunk, or None in a program without a lane.
-      attention: `PALLAS` takes the kernel for the trees; the chunk has the reference.
+      attention: `PALLAS` takes the kernels for the trees; the chunk has the reference.
     """
 
     geometry: PageGeometry
@@ -116,25 +117,31 @@ class VisitAttention:
         )
 
     def _trees(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
-        decode = context_decode
         if self.attention == PALLAS:
             if self.geometry.dcp == 1:
-                prefix = (cache.pages[0], layer, self.page_table, self.lengths)
-                return kernel.tree_decode(q, *prefix, k, v, self.ancestors, scale=_scale(q))[0]
-            decode = kernel.context_decode
-        parts = self._prefix(decode, cache, layer, q, self.page_table, self.lengths)
+                pages = (cache.pages[0], layer, self.page_table, self.lengths)
+                return kernel.tree_decode(q, *pages, k, v, self.ancestors, scale=_scale(q))[0]
+            parts = self._parts(kernel.context_decode, cache, layer, q, self.page_table, self.lengths)
+            return tree_join(q, k, v, self.ancestors, self._first_head(q), parts, scale=_scale(q))
+        prefix = self._prefix(cache, layer, q, self.page_table, self.lengths)
         own_q, own_k, own_v = self._own_heads(q, k, v)
-        return join(parts, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
+        return join(prefix, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
 
     def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
         assert self.lane is not None
-        output, lse = self._prefix(
-            context_decode, cache, layer, q[None], self.lane.page_row[None], self.lane.start[None]
-        )
+        output, lse = self._prefix(cache, layer, q[None], self.lane.page_row[None], self.lane.start[None])
         among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
         return join((output[0], lse[0]), among)
 
     def _prefix(
+        self, cache: TargetCache, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
+    ) -> tuple[Float[Array, "B T own_H D"], Float[Array, "B T own_H"]]:
+        """Attention over all tokens in pages, for this rank's own heads."""
+        if self.geometry.dcp == 1:
+            return context_decode(q, cache.pages[0], layer, page_table, lengths, scale=_scale(q))
+        return merge(*unpack(self._parts(context_decode, cache, layer, q, page_table, lengths)))
+
+    def _parts(
         self,
         decode: Callable[..., tuple[Array, Array]],
         cache: TargetCache,
@@ -142,26 +149,25 @@ class VisitAttention:
         q: Float[Array, "B T H D"],
         page_table: Array,
         lengths: Array,
-    ) -> tuple[Float[Array, "B T own_H D"], Float[Array, "B T own_H"]]:
-        """Attention over all tokens in pages, for this rank's own heads."""
+    ) -> Float[Array, "dcp B T own_H D+8"]:
+        """Each rank's attention over the tokens in its pages, packed, for this rank's own heads."""
         local = self.geometry.local_length(lengths, rank((DCP,)))
-        output, lse = decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q))
-        ranks = self.geometry.dcp
-        if ranks == 1:
-            return output, lse
-        packed = jnp.concatenate([output, lse[..., None]], axis=-1)
-        by_owner = jnp.moveaxis(packed.reshape(*packed.shape[:2], ranks, -1, packed.shape[-1]), 2, 0)
-        parts = exchange(by_owner, DCP)
-        return merge(parts[..., :-1], parts[..., -1])
+        packed = pack(*decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q)))
+        by_owner = packed.reshape(*packed.shape[:2], self.geometry.dcp, -1, packed.shape[-1])
+        return exchange(jnp.moveaxis(by_owner, 2, 0), DCP)
 
     def _own_heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """This rank's query heads, each with its KV head. (A rank's heads may begin inside a KV group.)"""
         ranks, heads, kv_heads = self.geometry.dcp, q.shape[-2], k.shape[-2]
         if ranks == 1:
             return q, k, v
-        own = rank((DCP,)) * (heads // ranks) + jnp.arange(heads // ranks)
+        own = self._first_head(q) + jnp.arange(heads // ranks)
         kv_of_own = own // (heads // kv_heads)
         return jnp.take(q, own, axis=-2), jnp.take(k, kv_of_own, axis=-2), jnp.take(v, kv_of_own, axis=-2)
+
+    def _first_head(self, q: Float[Array, "... H D"]) -> Int[Array, ""]:
+        """Of this rank's own query heads."""
+        return rank((DCP,)) * (q.shape[-2] // self.geometry.dcp)
 
 
 def _scale(q: Float[Array, "... D"]) -> float:

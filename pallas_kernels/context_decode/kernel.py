@@ -3,9 +3,12 @@
 It computes what `reference.py` does and, with a tree, its merge with `tree_attention`. All query rows that share a KV
 head are one operand of the tensor cores: T tokens times the group's heads. Keys are cut into tiles of 64 tokens, tiles
 into contiguous splits, so that there are blocks for every multiprocessor; the partial results are merged by their
-log-sum-exp. The tree is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied.
+log-sum-exp: by the blocks themselves where they are few enough for a cluster, so that no other launch follows. The tree
+is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied.
 """
 
+import functools
+import itertools
 import math
 
 import jax
@@ -15,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
+from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
 
@@ -94,16 +97,17 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
         interpret = plgpu.InterpretGPUParams()
 
     tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
-    plan = plan or Plan.of(b, t * group, kv_heads, d, tiles)
+    # Blocks of a cluster are simulated at once, which not every machine has the threads for.
+    plan = plan or Plan.of(b, t * group, kv_heads, d, tiles, may_cluster=not interpret)
     grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
     padded = _pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
     operands = [padded, pages.reshape(-1, *pages.shape[3:]), page_table.astype(jnp.int32), lengths.astype(jnp.int32)]
     if tree is not None:
         k, v, ancestors = tree
-        operands += [_tree_tiles(k, v), _row_bits(ancestors, group, plan)]
+        operands += [*(_pad(x, 1, copied_rows(t)) for x in (k, v)), _row_bits(ancestors, group, plan)]
     output, lse = _call(plan, operands, layer * 2 * pages.shape[2], pages.shape[2], scale, interpret or None)
     lse = lse[..., : plan.rows]
-    if plan.splits == 1:
+    if output.shape[2] == 1:
         output, lse = output[:, :, 0], lse[:, :, 0]
     else:
         output, lse = merge(jnp.moveaxis(output, 2, 0), jnp.moveaxis(lse, 2, 0))
@@ -121,11 +125,6 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
     return None
 
 
-def _tree_tiles(k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]) -> Float[Array, "2 B K T8 D"]:
-    """T is rounded up to 8, the rows of a tile in shared memory."""
-    return _pad(jnp.stack([k, v]).swapaxes(2, 3), 3, round_up(k.shape[1], 8))
-
-
 def _row_bits(ancestors: UInt32[Array, "B T 2"], group: int, plan: Plan) -> Int[Array, "B 2 row_tiles 64"]:
     """The ancestor words of each query row; a node's heads are consecutive rows."""
     words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), group, axis=2)
@@ -134,18 +133,23 @@ def _row_bits(ancestors: UInt32[Array, "B T 2"], group: int, plan: Plan) -> Int[
 
 
 def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: float, interpret):
-    """Partial outputs f32[B, K, splits, row_tiles, rows, D] and log-sum-exps f32[B, K, splits, row_tiles, 64]."""
+    """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
+    part where a cluster merges the splits, else of each split."""
     q, pages, page_table, _, *tree = operands
     b, kv_heads, row_tiles, rows, d = q.shape
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
     part = min(page_size, TILE)  # tokens that one copy brings
     parts, tiles_per_page = TILE // part, page_size // part
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
+    cluster = splits if plan.is_cluster else 1
+    share = min(64, d // cluster)  # columns of the output that are staged as one, and that a block of a cluster merges
     to_log2 = scale * _LOG2_E
 
     def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
-        tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
-        o_ref, lse_ref, q_s, k_s, v_s, p_s, o_s, lse_s, q_in, k_in, v_in, tree_in, k_free, v_free, clean = others
+        tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
+        o_ref, lse_ref, *others = others
+        merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
+        q_s, k_s, v_s, p_s, o_s, lse_s, q_in, k_in, v_in, tree_in, k_free, v_free, clean, *merging = others
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
         me = lax.axis_index("warpgroup")
         row_tile = lax.axis_index("rows") * warpgroups + me
@@ -178,8 +182,9 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
 
                 @pl.when(tile == prefix)
                 def _():
-                    target = into.at[slot, pl.ds(0, tree_ref.shape[3])]
-                    plgpu.copy_gmem_to_smem(tree_ref.at[kind, sequence, head], target, tree_in.at[kind])
+                    nodes_ref = (tree_k_ref, tree_v_ref)[kind]
+                    source = nodes_ref.at[sequence, pl.ds(0, TILE), head]  # zeros beyond the nodes
+                    plgpu.copy_gmem_to_smem(source, into.at[slot], tree_in.at[kind])
 
         @pl.when(me == 0)
         def _():
@@ -241,7 +246,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         def masked_tile(tile, carry):
             """The last tile of the prefix, where it is partial, or the tree; both are within the last two."""
             slot, is_tree = slot_of(tile), tile == prefix
-            count = jnp.where(is_tree, tree_ref.shape[3], length - tile * TILE) if tree else length - tile * TILE
+            count = jnp.where(is_tree, TILE, length - tile * TILE) if tree else length - tile * TILE
             for kind, arrived in enumerate((k_in, v_in)):
 
                 @pl.when(tile < prefix)
@@ -283,51 +288,105 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         has_keys = total_weight > 0
         divisor = jnp.where(has_keys, total_weight, 1.0)
         acc = acc / _over(divisor, d)
-        here = (sequence, head, split, row_tile)
-        lse_s[...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
-        # In parts of 64 columns: a whole row's staging would cost the second block its place on a multiprocessor.
-        for column in range(0, d, 64):
-            o_s[...] = acc[:, column : column + 64]
+        lse = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+
+        def put_lse(lse, target):
+            lse_s[...] = lse
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, rows)], o_ref.at[*here, :, pl.ds(column, 64)])
-            if column == 0:
-                plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[here])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(lse_s, target)
+
+        def put_output(output, column, target):
+            """In parts of 64 columns: staging of a whole row would cost the second block its place."""
+            for first in range(0, output.shape[1], 64):
+                pieces = range(min(64, output.shape[1]) // share)
+                for i in pieces:
+                    o_s.at[i][...] = output[:, first + i * share : first + (i + 1) * share]
+                plgpu.commit_smem()
+                for i in pieces:
+                    columns = pl.ds(column + first + i * share, share)
+                    plgpu.copy_smem_to_gmem(o_s.at[i, pl.ds(0, rows)], target.at[:, columns])
+                plgpu.wait_smem_to_gmem(0)
+
+        put_lse(lse, lse_ref.at[sequence, head, split, row_tile])
+        put_output(acc, 0, o_ref.at[sequence, head, split, row_tile])
+        if cluster == 1:
+            return
+
+        # Each block merges its share of the columns.
+        all_written, merge_in = merging
+        plgpu.barrier_arrive(all_written)
+        plgpu.barrier_wait(all_written)
+        lses = [
+            plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=_ROW, optimized=False) for i in range(cluster)
+        ]
+        top = functools.reduce(jnp.maximum, lses)
+        weights = [jnp.exp(lse - top) for lse in lses]
+        total_weight = functools.reduce(jnp.add, weights)
+        mine = split * share
+        merged = _full((TILE, share), 0.0, _MATRIX)
+        for batch in itertools.batched(range(cluster), 64 // share):
+            for i, other in enumerate(batch):
+                source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
+                plgpu.copy_gmem_to_smem(source, o_s.at[i, pl.ds(0, rows)], merge_in.at[me])
+            plgpu.barrier_wait(merge_in.at[me])
+            for i, other in enumerate(batch):
+                merged += plgpu.load(o_s.at[i], layout=_MATRIX) * _over(weights[other], share)
+            plgpu.commit_smem()
+
+        @pl.when(split == 0)
+        def _():
+            put_lse(top + jnp.log(total_weight), merged_lse_ref.at[sequence, head, 0, row_tile])
+
+        put_output(merged / _over(total_weight, share), mine, merged_ref.at[sequence, head, 0, row_tile])
 
     def operand(*shape):
         """As wgmma reads it from shared memory."""
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
+    def results(count):
+        return (
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, rows, d), jnp.float32),
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, TILE), jnp.float32),
+        )
+
     barrier = plgpu.Barrier
+    scratch = [
+        operand(warpgroups, TILE, d),
+        operand(stages, TILE, d),
+        operand(stages, TILE, d),
+        operand(warpgroups, TILE, TILE),
+        plgpu.SMEM((warpgroups, 64 // share, TILE, share), jnp.float32),
+        plgpu.SMEM((warpgroups, TILE), jnp.float32),
+        barrier(num_barriers=warpgroups),
+        barrier(num_arrivals=parts, num_barriers=stages),
+        barrier(num_arrivals=parts, num_barriers=stages),
+        barrier(num_barriers=2),
+        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        barrier(num_arrivals=warpgroups),
+    ]
+    axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // warpgroups)
+    clusters: dict[str, int] = {}
+    if cluster > 1:
+        clusters["split"] = axes.pop("split")
+        scratch += [
+            plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=warpgroups),
+            barrier(num_arrivals=64 // share, num_barriers=warpgroups),
+        ]
     return plgpu.kernel(
         body,
-        grid=(b, kv_heads, splits, row_tiles // warpgroups),
-        grid_names=("sequence", "head", "split", "rows"),
+        grid=tuple(axes.values()),
+        grid_names=tuple(axes),
+        cluster=tuple(clusters.values()),
+        cluster_names=tuple(clusters),
         num_threads=warpgroups,
         thread_name="warpgroup",
         interpret=interpret,
-        out_type=(
-            jax.ShapeDtypeStruct((b, kv_heads, splits, row_tiles, rows, d), jnp.float32),
-            jax.ShapeDtypeStruct((b, kv_heads, splits, row_tiles, TILE), jnp.float32),
-        ),
-        scratch_types=(
-            operand(warpgroups, TILE, d),
-            operand(stages, TILE, d),
-            operand(stages, TILE, d),
-            operand(warpgroups, TILE, TILE),
-            plgpu.SMEM((warpgroups, TILE, 64), jnp.float32),
-            plgpu.SMEM((warpgroups, TILE), jnp.float32),
-            barrier(num_barriers=warpgroups),
-            barrier(num_arrivals=parts, num_barriers=stages),
-            barrier(num_arrivals=parts, num_barriers=stages),
-            barrier(num_barriers=2),
-            barrier(num_arrivals=warpgroups, num_barriers=stages),
-            barrier(num_arrivals=warpgroups, num_barriers=stages),
-            barrier(num_arrivals=warpgroups),
-        ),
+        out_type=results(splits) + (results(1) if cluster > 1 else ()),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*operands)
+    )(*operands)[-2:]
 
 
 def _dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:

@@ -8,6 +8,11 @@ TILE = 64  # tokens; also the query rows of one wgmma, and the ancestor bits of 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MAX_TOKENS, MAX_GROUP = 64, 16
+_CLUSTERS = (
+    2,
+    4,
+    8,
+)  # blocks, which share the columns of the output out evenly; 8 is as many as any kernel may ask for
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
 
@@ -42,6 +47,7 @@ class Plan:
       warpgroups: of a block.
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory; all but the one in use are on their way.
+      may_cluster: blocks of 2, 4 or 8 splits merge their results themselves; else that is another launch or two.
     """
 
     rows: int
@@ -49,9 +55,15 @@ class Plan:
     warpgroups: int
     splits: int
     stages: int
+    may_cluster: bool = True
+
+    @property
+    def is_cluster(self) -> bool:
+        """The blocks of all splits are a cluster, which leaves nothing to merge."""
+        return self.may_cluster and self.splits in _CLUSTERS
 
     @staticmethod
-    def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int) -> "Plan":
+    def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int, *, may_cluster: bool = True) -> "Plan":
         """For so many query rows of a KV head over at most `tiles` tiles of keys."""
         warpgroups = 1 if rows <= TILE else 2
         row_tiles = warpgroups * -(-rows // (TILE * warpgroups))
@@ -59,9 +71,11 @@ class Plan:
         slots = _MULTIPROCESSORS * (2 if warpgroups == 1 else 1)
         blocks = batch * kv_heads * row_tiles // warpgroups
         overhead = 3  # what a block costs beside its tiles: first fetch, and its share of the merge
+        merge = 4  # what launches after the kernel cost, in tiles
 
         def cost(splits: int) -> int:
-            return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead)
+            is_merged = splits == 1 or (may_cluster and splits in _CLUSTERS)
+            return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead) + (0 if is_merged else merge)
 
         return Plan(
             rows=round_up(-(-rows // row_tiles), 8),
@@ -69,8 +83,14 @@ class Plan:
             warpgroups=warpgroups,
             splits=min(range(1, max(1, min(tiles, slots)) + 1), key=cost),
             stages=(2 if warpgroups == 1 else 4) * 128 // head_dim,
+            may_cluster=may_cluster,
         )
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def copied_rows(rows: int) -> int:
+    """Rows that an array needs for a copy to fill a tile with them, and zeros beyond: it counts in tiles of 8."""
+    return rows if rows <= 8 else round_up(rows, 8)

@@ -109,6 +109,7 @@ CASES = {
     # Four KV tiles a split at most, and fewer tiles of memory than that: slots are used again.
     "tree_of_8": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 1), ("stages", 2))),
     "tree_of_8_in_splits": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
+    # Splits of 2, 4 or 8 are merged by a cluster of blocks: here, in the next case and in the last two.
     "prefix_only": Case(3, 1, 2, 64, 32, (0, 1, 64, 95, 160), plan=(("splits", 2),), has_tree=False),
     "one_token": Case(1, 3, 2, 128, 64, (0, 200)),
     "two_words_of_bits": Case(64, 1, 1, 64, 64, (0, 70), plan=(("splits", 1),)),
@@ -116,6 +117,7 @@ CASES = {
         40, 3, 1, 128, 128, (1, 330), dtype="float16", plan=(("splits", 1), ("stages", 2)), pages_per_sequence=4
     ),
     "several_row_blocks": Case(20, 16, 1, 64, 64, (65,), plan=(("splits", 2),)),
+    "cluster_of_8": Case(2, 1, 1, 64, 16, (0, 350), plan=(("splits", 8),)),
 }
 
 
@@ -193,9 +195,10 @@ def test_queries_and_cache_of_different_types_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "splits"), [(1, 64, 1), (1, 1024, 16), (8, 8192, 4), (1, 131072, 33), (32, 2048, 1)]
+    ("batch", "context", "splits"),
+    [(1, 64, 1), (1, 1024, 8), (1, 8192, 32), (8, 8192, 4), (1, 131072, 33), (32, 2048, 1)],
 )
-def test_splits_fill_the_multiprocessors_in_as_few_waves_as_they_can(batch, context, splits):
+def test_splits_fill_the_multiprocessors_and_are_merged_by_a_cluster_where_that_costs_few_tiles(batch, context, splits):
     assert Plan.of(batch, rows=32, kv_heads=8, head_dim=128, tiles=context // 64).splits == splits
 
 
@@ -295,10 +298,11 @@ def test_a_kernel_that_cannot_be_had_is_refused_with_the_rule_and_the_remedy():
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("tokens", [1, 8, 32])
+@pytest.mark.parametrize(("batch", "tokens"), [(8, 1), (8, 8), (8, 32), (1, 8), (32, 8)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(tokens, head_dim, monkeypatch, capfd):
-    batch, kv_heads, group, page_size, width = 8, 8, 4, 64, 128
+def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(batch, tokens, head_dim, monkeypatch, capfd):
+    kv_heads, group, page_size = 8, 4, 64
+    width = 1024 // batch
     pages = jax.ShapeDtypeStruct((LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim), jnp.bfloat16)
     tree = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), jnp.bfloat16)
 

@@ -9,7 +9,8 @@ sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s c
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
 (`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. Of a prefill,
 whose chunk is causal, TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not
-join them. Of latents, TB/s counts each once, and TFLOP/s both products of the prefix. Before it is timed, each case is
+join them. Of latents, TB/s counts each once, and TFLOP/s both products of the prefix. `tree:` joins a layer's tree with
+the parts of dcp ranks; it is given no bytes, for it finds them in the L2 cache. Before it is timed, each case is
 compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖, for a prefill over rows spread over the
 chunk.
 """
@@ -29,6 +30,7 @@ from jax import lax
 from latent import LATENTS
 from prefill import PREFILLS
 from timing import COLD_BYTES, Attend, Programs, Work, binary_tree, relative_error
+from tree import TREES
 
 from pallas_kernels.context_decode import context_decode
 from pallas_kernels.context_decode.kernel import tree_decode
@@ -169,9 +171,9 @@ def by_cudnn(case: Case) -> Attend:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in (*CASES, *PREFILLS, *LATENTS)]
+    names = [case.name for case in (*CASES, *PREFILLS, *LATENTS, *TREES)]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
-    parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=2,stages=3")
+    parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=4,may_cluster=0")
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     options = parser.parse_args()
@@ -189,6 +191,9 @@ def main() -> None:
         ],
         "case | error | µs | TB/s | of copy | TFLOP/s | reference µs": [
             case.work(plan, has_peers, rate) for name in options.cases for case in LATENTS if case.name == name
+        ],
+        "case | error | µs | reference µs": [
+            case.work(has_peers) for name in options.cases for case in TREES if case.name == name
         ],
     }
     rows = []
