@@ -1,10 +1,21 @@
 """What the tests of several kernels share: simulation and trees."""
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 import numpy as np
+import pytest
 import watched_products  # noqa: F401  (as it is imported, products are watched)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def cases_of(cases: Mapping[str, Any], slow: Collection[str]) -> list[Any]:
+    """Parameters of a test by their names; slow ones run with `--full` only."""
+    return [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in slow else []) for name, case in cases.items()
+    ]
 
 
 def random_ancestors(random: np.random.Generator, batch: int, nodes: int) -> np.ndarray:

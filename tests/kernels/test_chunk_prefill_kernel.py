@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200 import NEEDS_COMPILER, assert_without_spills, compile_for_h200
-from kernel_cases import INTERPRET
+from kernel_cases import INTERPRET, cases_of
 
 from pallas_kernels.chunk_prefill import Prefix, causal_attention, chunk_prefill
 from pallas_kernels.chunk_prefill.plan import TILE, Plan
@@ -122,7 +122,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", cases_of(CASES, slow={"packed_group_of_16", "odd_pages"}))
 def test_equals_the_reference_over_prefix_and_chunk_whatever_unused_pages_hold(case, capfd):
     for length in case.lengths:
         assert_equals_reference(case, length)

@@ -107,7 +107,7 @@ class Case:
 
 CASES = {
     # Four KV tiles a split at most, and fewer tiles of memory than that: slots are used again.
-    "tree_of_8": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 1), ("stages", 2))),
+    "tree_of_8": Case(8, 4, 1, 64, 16, (0, 1, 17, 64, 129, 320), plan=(("splits", 1), ("stages", 2))),
     "tree_of_8_in_splits": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
     # Splits of 2, 4 or 8 are merged by a cluster of blocks: here, in the next case and in the last two.
     "prefix_only": Case(3, 1, 2, 64, 32, (0, 1, 64, 95, 160), plan=(("splits", 2),), has_tree=False),

@@ -15,6 +15,7 @@ import pytest
 from h200 import NEEDS_COMPILER, assert_without_spills, compile_for_h200
 from kernel_cases import (
     INTERPRET,
+    cases_of,
     random_ancestors,
 )
 
@@ -110,7 +111,7 @@ def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return case.run(case.draw(poison=np.nan))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", cases_of(CASES, slow={"smallest_pages"}))
 def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, capfd):
     output, lse = poisoned_run(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
