@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.errors import UserError
-from jaxspec.mesh import DCP, exchange, rank
+from jaxspec.mesh import DCP, XLA, Collectives, rank
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.chunk_prefill import causal_attention
@@ -85,6 +85,7 @@ class VisitAttention:
     ancestors: UInt32[Array, "B T 2"]
     lane: LaneRows | None
     attention: str = REFERENCE
+    collectives: Collectives = XLA
 
     def __call__(
         self,
@@ -151,7 +152,7 @@ class VisitAttention:
             return output, lse
         packed = jnp.concatenate([output, lse[..., None]], axis=-1)
         by_owner = jnp.moveaxis(packed.reshape(*packed.shape[:2], ranks, -1, packed.shape[-1]), 2, 0)
-        parts = exchange(by_owner, DCP)
+        parts = self.collectives.exchange(by_owner, DCP)
         return merge(parts[..., :-1], parts[..., -1])
 
     def _own_heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:

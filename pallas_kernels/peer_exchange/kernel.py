@@ -146,7 +146,7 @@ def _exchange(outgoing, table_ref, failure_ref, dtype, size: int, ranks: int, is
 
 
 def all_reduce(
-    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, *, ranks: int, packets: int | None = None
+    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
 ) -> Shaped[Array, "*S"]:
     """Sum over the ranks, inside `jax.shard_map`; the same bits on all of them.
 
@@ -166,7 +166,7 @@ def all_reduce(
 
 
 def all_gather(
-    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, *, ranks: int, packets: int | None = None
+    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
 ) -> Shaped[Array, "n *S"]:
     """Stacks what every rank has, in order of rank; otherwise as `all_reduce`."""
     _check(x.dtype, x.size, ranks)
@@ -174,7 +174,7 @@ def all_gather(
 
 
 def all_to_all(
-    x: Shaped[Array, "n *S"], table: Int[Array, "_"], failure: jax.Ref, *, ranks: int, packets: int | None = None
+    x: Shaped[Array, "n *S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
 ) -> Shaped[Array, "n *S"]:
     """Row i goes to rank i, and row j of the result came from rank j; otherwise as `all_reduce`."""
     if len(x) != ranks:
