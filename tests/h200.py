@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,9 +37,7 @@ def h200_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Me
     return jax.sharding.Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def compile_for_h200(
-    function: Callable, arguments: list[jax.ShapeDtypeStruct], monkeypatch, capfd
-) -> tuple[jax.stages.Compiled, str]:
+def compile_for_h200(function: Callable, arguments: list[Any], monkeypatch, capfd) -> tuple[jax.stages.Compiled, str]:
     """The program, and what the assembler says of its kernels: registers, spills, serialisation.
 
     Arguments lie on one device where they don't say otherwise.
@@ -47,7 +46,7 @@ def compile_for_h200(
     monkeypatch.setenv("PATH", os.pathsep.join([*tools, os.environ["PATH"]]))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     on_one = NamedSharding(h200_mesh((1,), ("device",)), P())
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or on_one) for x in arguments]
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or on_one), arguments)
     compiled = jax.jit(function).lower(*placed).compile()
     report = "".join(capfd.readouterr())
     assert "sm_90a" in report
