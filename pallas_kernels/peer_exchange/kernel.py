@@ -146,7 +146,7 @@ def _exchange(outgoing, table_ref, failure_ref, dtype, size: int, ranks: int, is
 
 
 def all_reduce(
-    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
+    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, least_packets: int = 1
 ) -> Shaped[Array, "*S"]:
     """Sum over the ranks, inside `jax.shard_map`; the same bits on all of them.
 
@@ -156,31 +156,31 @@ def all_reduce(
     Args:
       x: bfloat16, float16, float32 or int32.
       table, failure: of this device's `PeerGroup`. Calls of one program are ordered by the ref, which each writes.
-      packets: a thread, 1, 2 or 4; None takes what should be fastest.
+      least_packets: of a thread, up to 4; more are fewer blocks.
 
     Raises:
       ValueError: a message that can't be exchanged (see `unsupported`).
     """
     _check(x.dtype, x.size, ranks)
-    return _all_reduce(x, table, failure, ranks=ranks, packets=packets)
+    return _all_reduce(x, table, failure, ranks=ranks, least_packets=least_packets)
 
 
 def all_gather(
-    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
+    x: Shaped[Array, "*S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, least_packets: int = 1
 ) -> Shaped[Array, "n *S"]:
     """Stacks what every rank has, in order of rank; otherwise as `all_reduce`."""
     _check(x.dtype, x.size, ranks)
-    return _collect(x[None], table, failure, ranks=ranks, packets=packets)
+    return _collect(x[None], table, failure, ranks=ranks, least_packets=least_packets)
 
 
 def all_to_all(
-    x: Shaped[Array, "n *S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, packets: int | None = None
+    x: Shaped[Array, "n *S"], table: Int[Array, "_"], failure: jax.Ref, ranks: int, *, least_packets: int = 1
 ) -> Shaped[Array, "n *S"]:
     """Row i goes to rank i, and row j of the result came from rank j; otherwise as `all_reduce`."""
     if len(x) != ranks:
         raise ValueError(f"{len(x)} rows must be {ranks}, one for each rank")
     _check(x.dtype, x[0].size, ranks)
-    return _collect(x, table, failure, ranks=ranks, packets=packets)
+    return _collect(x, table, failure, ranks=ranks, least_packets=least_packets)
 
 
 def _check(dtype, size: int, ranks: int) -> None:
@@ -188,9 +188,9 @@ def _check(dtype, size: int, ranks: int) -> None:
         raise ValueError(f"{broken}; use the collective of XLA for this (exchange='xla')")
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "packets"))  # one trace and one kernel for all layers
-def _all_reduce(x, table, failure, *, ranks: int, packets: int | None):
-    rows, cut, size = _blocks(x[None], packets)
+@functools.partial(jax.jit, static_argnames=("ranks", "least_packets"))  # one trace and one kernel for all layers
+def _all_reduce(x, table, failure, *, ranks: int, least_packets: int):
+    rows, cut, size = _blocks(x[None], least_packets)
     wide = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
     def body(x_ref, table_ref, failure_ref, o_ref):
@@ -205,10 +205,10 @@ def _all_reduce(x, table, failure, *, ranks: int, packets: int | None):
     return total[: x.size].reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "packets"))
-def _collect(x, table, failure, *, ranks: int, packets: int | None):
+@functools.partial(jax.jit, static_argnames=("ranks", "least_packets"))
+def _collect(x, table, failure, *, ranks: int, least_packets: int):
     """All-to-all of rows, or all-gather of the only one."""
-    rows, cut, size = _blocks(x, packets)
+    rows, cut, size = _blocks(x, least_packets)
     total = rows.shape[1]
 
     def body(x_ref, table_ref, failure_ref, o_ref):
@@ -222,10 +222,10 @@ def _collect(x, table, failure, *, ranks: int, packets: int | None):
     return arrived.reshape(ranks, total)[:, : x[0].size].reshape(ranks, *x.shape[1:])
 
 
-def _blocks(x: Shaped[Array, "n *S"], packets: int | None) -> tuple[Shaped[Array, "n padded"], Cut, int]:
+def _blocks(x: Shaped[Array, "n *S"], least_packets: int) -> tuple[Shaped[Array, "n padded"], Cut, int]:
     """Rows of whole blocks, and the elements of a block."""
     itemsize = x.dtype.itemsize
-    cut = Cut.of(x[0].size * itemsize, packets)
+    cut = Cut.of(x[0].size * itemsize, least_packets)
     rows = x.reshape(len(x), -1)
     return jnp.pad(rows, ((0, 0), (0, cut.padded_size(itemsize) - rows.shape[1]))), cut, cut.block_size(itemsize)
 

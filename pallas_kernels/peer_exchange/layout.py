@@ -42,11 +42,11 @@ class Cut:
     packets: int
 
     @staticmethod
-    def of(nbytes: int, packets: int | None = None) -> "Cut":
-        """The fewest packets a thread for so many bytes, so the most threads; `packets` asks for a number of them."""
+    def of(nbytes: int, least: int = 1) -> "Cut":
+        """So many bytes with the fewest packets a thread, so the most threads; 1, 2 or 4, and at least `least`."""
+        assert 0 < nbytes <= MAX_BYTES and 1 <= least <= MAX_PACKETS, "it would not lie within the workspace"
         lines = -(-nbytes // (THREADS * PAYLOAD))
-        if packets is None:
-            packets = next(count for count in (1, 2, MAX_PACKETS) if lines <= count * MAX_BLOCKS)
+        packets = next(count for count in (1, 2, MAX_PACKETS) if count >= least and lines <= count * MAX_BLOCKS)
         return Cut(-(-lines // packets), packets)
 
     def block_size(self, itemsize: int) -> int:

@@ -89,11 +89,17 @@ def test_packets_of_a_workspace_lie_apart_aligned_and_before_the_epochs(ranks):
 
 @pytest.mark.parametrize("nbytes", [1, 1024, 1025, 9216, 131072, 131073, 262144, 300000, MAX_BYTES])
 def test_a_cut_holds_the_message_in_one_wave_of_blocks(nbytes):
-    cut = Cut.of(nbytes)
-    assert cut.blocks <= MAX_BLOCKS and cut.packets <= MAX_PACKETS
-    for itemsize in (2, 4):
+    for least, itemsize in itertools.product((1, 2, MAX_PACKETS), (2, 4)):
+        cut = Cut.of(nbytes, least)
+        assert cut.blocks <= MAX_BLOCKS and least <= cut.packets <= MAX_PACKETS
         assert nbytes <= cut.padded_size(itemsize) * itemsize < nbytes + cut.packets * THREADS * PAYLOAD
         assert cut.block_size(itemsize) * itemsize == cut.packets * THREADS * PAYLOAD
+
+
+def test_a_cut_that_would_not_lie_within_the_workspace_is_refused():
+    for nbytes, least in [(0, 1), (MAX_BYTES + 1, 1), (1024, MAX_PACKETS + 1)]:
+        with pytest.raises(AssertionError, match="within the workspace"):
+            Cut.of(nbytes, least)
 
 
 # The protocol
@@ -222,6 +228,7 @@ def test_messages_that_no_kernel_takes_are_refused_with_the_rule_and_the_remedy(
         peer_exchange.all_to_all(jnp.zeros((3, 4)), table, failure, 2)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="wants eight devices that are no GPUs")
 def test_devices_that_do_not_reach_each_other_are_refused():
     mesh = make_mesh(MeshShape(2, 2, 2))
     for axes, rule in [
@@ -258,7 +265,7 @@ def test_compiles_for_h200s_without_spills_and_in_one_order(ranks, name, packets
 
         def step(x, _):
             for _ in range(2):
-                y = KERNELS[name][0](x, table.reshape(-1), failure, ranks, packets=packets)
+                y = KERNELS[name][0](x, table.reshape(-1), failure, ranks, least_packets=packets)
                 x = y if y.shape == x.shape else y.sum(axis=0).astype(x.dtype)
             return x, None
 

@@ -1,7 +1,7 @@
 """Exchanges between GPUs by peer stores, beside the collectives of XLA: right or wrong, and how long one takes.
 
     python tools/bench/exchange.py
-    python tools/bench/exchange.py --ranks 4 --kib 16 64 --packets 1 2 4 --layers 16
+    python tools/bench/exchange.py --ranks 4 --kib 16 64 --packets 2 4 --layers 16
 
 Wants two Hopper GPUs or more in one host; exits with 1 if any bit is wrong. `bits` compares with XLA (sums of more than
 two ranks with their sum in order of rank, since XLA may take another). Times are microseconds a call, of the fastest
@@ -50,7 +50,7 @@ def reductions(ranks: int, packets: list[int]) -> dict[str, Reduce]:
 
 
 def _with_packets(ranks: int, packets: int, x: jax.Array, table: jax.Array, failure: jax.Ref) -> jax.Array:
-    return peer_exchange.all_reduce(x, table, failure, ranks, packets=packets)
+    return peer_exchange.all_reduce(x, table, failure, ranks, least_packets=packets)
 
 
 def on_all(mesh: Mesh, body: Callable[..., Any], *specs: P) -> Callable[..., Any]:
@@ -177,10 +177,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=min(8, len(jax.devices())))
     parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256], help="sizes of a message")
-    parser.add_argument("--packets", type=int, nargs="*", default=[1, 2, 4], choices=[1, 2, 4])
+    parser.add_argument("--packets", type=int, nargs="*", default=[2, 4], choices=[2, 4], help="of a thread, at least")
     parser.add_argument("--layers", type=int, default=16)
     options = parser.parse_args()
     mesh = jax.make_mesh((options.ranks,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: options.ranks])
+    if broken := peer_exchange.unreachable(mesh, (AXIS,)):
+        sys.exit(broken)
     group = PeerGroup.connect(mesh, (AXIS,))
     kinds = reductions(options.ranks, options.packets)
     by_rank, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
@@ -215,7 +217,7 @@ def main() -> None:
 
     weights = draw_weights(mesh, options.layers)
     calls = 2 * options.layers * STACKS
-    report("stack, us", "a run, no calls", *list(kinds)[1:], "bits")
+    report("stack, us", "stack, no calls", *list(kinds)[1:], "bits")
     for kib in options.kib:
         rows = kib * 512 // HIDDEN
         x = jax.device_put(np.random.default_rng(kib).standard_normal((rows, HIDDEN)).astype(jnp.bfloat16), everywhere)
