@@ -69,7 +69,11 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> Iterator[Update]:
-        """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
+        """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle.
+
+        Raises:
+          UserError: a device did not answer another; all requests are cancelled.
+        """
         try:
             plan = self.scheduler.plan() if self.scheduler.has_work else None
             if plan is not None:

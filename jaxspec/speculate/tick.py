@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
-from jaxspec.mesh import PP, Collectives, rank
+from jaxspec.mesh import PP, XLA, Collectives, rank
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculate.attention import VisitAttention
 from jaxspec.speculate.commands import SlotCommands
@@ -51,7 +51,12 @@ class Leaving:
 
 
 def advance(
-    spec: StepSpec, target: Decoder, state: StepState, tick: Int[Array, ""], entry: Entry, collectives: Collectives
+    spec: StepSpec,
+    target: Decoder,
+    state: StepState,
+    tick: Int[Array, ""],
+    entry: Entry,
+    collectives: Collectives = XLA,
 ) -> tuple[StepState, Leaving]:
     """Entry, commit, layers and relay of one tick."""
     batch = state.ring.trees.hidden.shape[1]
