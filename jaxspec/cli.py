@@ -17,7 +17,7 @@ from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
 from jaxspec.evaluate import command as bench_acceptance
-from jaxspec.llm import ATTENTION, DTYPES, TAIL_AXES, check_at_least, check_options
+from jaxspec.llm import ATTENTION, DTYPES, EXCHANGE, TAIL_AXES, check_at_least, check_options
 from jaxspec.mesh import make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.tokenizer import Tokenizer
@@ -107,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of decoding: plain JAX (reference), the kernel for Hopper GPUs (pallas), or that where it can be had "
         "(auto) (default: %(default)s)",
     )
+    add(
+        "--exchange",
+        choices=EXCHANGE,
+        default="xla",
+        help="how devices talk: by the collectives of XLA (xla), by stores into each other's memory (peers), or so "
+        "where it can be had (auto) (default: %(default)s)",
+    )
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens generated at most (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -176,6 +183,7 @@ def _generate(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         tail_placement=options.tail_placement,
         attention=options.attention,
+        exchange=options.exchange,
         draft_taps=draft_taps,
         max_num_seqs=1,
         max_model_len=_context_for(options),

@@ -23,6 +23,7 @@ from jaxspec.errors import UserError
 from jaxspec.mesh import MODEL_AXES, PP, MeshShape, is_simulated, make_mesh
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
+from jaxspec.peers import BY_PEERS, BY_XLA, Peers, choose_exchange
 from jaxspec.progress import peak_host_memory, progress_bar
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculate.attention import PALLAS, REFERENCE, choose_attention
@@ -34,6 +35,7 @@ from jaxspec.tokenizer import Tokenizer
 TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
 DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(jax.numpy.bfloat16)}
 ATTENTION = ("auto", REFERENCE, PALLAS)
+EXCHANGE = ("auto", BY_XLA, BY_PEERS)
 _PAGE_TOKENS_PER_RANK = 64
 _LONGEST_DEFAULT_CONTEXT = 4096
 
@@ -56,6 +58,8 @@ class LLM:
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
       attention: of decoding: "reference" in plain JAX, "pallas" by the kernel for Hopper GPUs (on a CPU it is
         simulated, one device only), "auto" by the kernel where there is such a GPU and it takes the model's shapes.
+      exchange: how devices talk: "xla" by its collectives, "peers" by stores into each other's memory (Hopper GPUs of
+        one host and one process; messages of up to 512 KiB), "auto" by stores where that can be had.
       draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
         the tool that made the head counts. None takes those that its files name, else (2, n // 2, n - 3) of n layers.
       max_num_seqs: sequences that decode at once; more wait their turn.
@@ -80,6 +84,7 @@ class LLM:
         tail_placement: str | None = None,
         *,
         attention: str = REFERENCE,
+        exchange: str = BY_XLA,
         draft_taps: Sequence[int] | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
@@ -93,6 +98,7 @@ class LLM:
         self._report = report or (lambda line: None)
         drafter, tree_spec = check_options(draft, tree, dtype, tail_placement, draft_taps)
         _check_choice("attention", attention, ATTENTION)
+        _check_choice("exchange", exchange, EXCHANGE)
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_model_len", max_model_len, 1),
@@ -140,6 +146,10 @@ class LLM:
             attention=self.attention,
         )
         self._report(f"attention of decoding: {self.attention} ({reason})")
+        self.exchange, reason = choose_exchange(exchange, self._mesh)
+        self._report(f"exchange between devices: {self.exchange} ({reason})")
+        # One for all engines: it is memory that no program owns.
+        self._peers = Peers.connect(self._mesh, self.mesh_shape) if self.exchange == BY_PEERS else None
         if tail_placement is None and pp > 1 and is_gpu:
             self.tail_placement, self.engine = self._faster_placement()
         else:
@@ -256,7 +266,7 @@ class LLM:
             graph, weights = restore_decoder(self._checkpoint, layout, self._mesh, advance)
         self._report(f"memory of each device: {self.memory}; peak of the host: {peak_host_memory() / 2**20:,.0f} MiB")
         draft_weights = spec.drafter.restore(layout, self._mesh)
-        return Engine(spec, self._mesh, graph, weights, draft_weights, on_compile=self._announce)
+        return Engine(spec, self._mesh, graph, weights, draft_weights, self._peers, on_compile=self._announce)
 
     def _faster_placement(self) -> tuple[str, Engine]:
         """Measures a round with either placement of the tail, one engine at a time: no device holds the model twice."""

@@ -2,7 +2,8 @@
 
 `pp` holds pipeline stages, `tp` splits the weights of a layer, `dcp` splits the key-value cache along the sequence
 (and the weights of a layer further). Code that runs inside `jax.shard_map` talks across devices only through the
-functions below, so that a faster exchange can replace a collective in one place.
+functions below. It gets them as a `Collectives`, so that whoever builds a program can put a faster exchange in their
+place (`peers.py` has one); those of XLA are the portable ones.
 """
 
 import dataclasses
@@ -139,7 +140,12 @@ def to_next_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
 
 
 def broadcast_from_last_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
-    return lax.psum(jnp.where(lax.axis_index(PP) == stages - 1, x, jnp.zeros_like(x)), PP)
+    return all_reduce(only_last_stage(x, stages), (PP,))
+
+
+def only_last_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
+    """What adds up to the last stage's `x`."""
+    return jnp.where(lax.axis_index(PP) == stages - 1, x, jnp.zeros_like(x))
 
 
 def publish(x: Int[Array, "*S"], stages: int) -> Int[Array, "*S"]:
@@ -147,8 +153,28 @@ def publish(x: Int[Array, "*S"], stages: int) -> Int[Array, "*S"]:
 
     One source for a decision, so that devices can't drift apart over a rounding difference.
     """
+    return all_reduce(only_source(x, stages), AXES)
+
+
+def only_source(x: Int[Array, "*S"], stages: int) -> Int[Array, "*S"]:
+    """What adds up to the integers of the first rank of the last stage."""
     is_source = rank(AXES) == (stages - 1) * lax.axis_size(TP) * lax.axis_size(DCP)
-    return lax.psum(jnp.where(is_source, x, 0), AXES)
+    return jnp.where(is_source, x, 0)
+
+
+class Collectives:
+    """The collectives of a program: here those of XLA."""
+
+    all_reduce = staticmethod(all_reduce)
+    all_max = staticmethod(all_max)
+    gather = staticmethod(gather)
+    exchange = staticmethod(exchange)
+    to_next_stage = staticmethod(to_next_stage)
+    broadcast_from_last_stage = staticmethod(broadcast_from_last_stage)
+    publish = staticmethod(publish)
+
+
+XLA = Collectives()
 
 
 def rank(axes: AxisNames) -> Int[Array, ""]:

@@ -1,4 +1,4 @@
-"""Attention over a paged, context-sharded cache. Independent of jaxspec: arrays in, arrays out.
+"""Attention over a paged, context-sharded cache, and exchange between GPUs. Independent of jaxspec: arrays in and out.
 
 One folder a kernel. Its `__init__.py` is the public function; `reference.py` is what it computes, in plain JAX.
 

@@ -27,7 +27,7 @@ from jaxspec.drafts.eagle3_head import Eagle3Head, head_axes, pack_head
 from jaxspec.drafts.growth import Candidates, Level, grow
 from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
 from jaxspec.errors import UserError
-from jaxspec.mesh import publish, split
+from jaxspec.mesh import split
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.sampling import draft_scores, split_top_k
@@ -150,7 +150,8 @@ class Eagle3(Drafter):
             return drafted, propose(head, context, drafted.outputs, level.depth, k)
 
         grown = grow(tree, context.root, expand, Drafted((), output[:, None]))
-        tokens, parents = publish(jnp.stack([grown.tokens, grown.parents]), layout.mesh.pp)
+        decided = jnp.stack([grown.tokens, grown.parents])
+        tokens, parents = context.collectives.publish(decided, layout.mesh.pp)
         return DraftTree(tokens, parents), pages
 
     def _head(self, weights: Any, layout: DecoderLayout) -> Eagle3Head:
@@ -197,9 +198,9 @@ def extend(head: Eagle3Head, context: DraftContext, pages: DraftPages) -> tuple[
         parts.append(context.lane_hidden[:, None] if context.lane_taps is None else context.lane_taps)
         tokens.append(jnp.where(is_last, context.lane.next_token, jnp.roll(context.lane.tokens, -1)))
         positions.append(context.lane.start + step)
-    features = head.features(jnp.concatenate(parts))
+    features = head.features(jnp.concatenate(parts), context.collectives)
     embedded = head.embed(jnp.concatenate(tokens), context.target)
-    return head.rows(features, embedded, jnp.concatenate(positions), rows.attend, pages)
+    return head.rows(features, embedded, jnp.concatenate(positions), rows.attend, pages, context.collectives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +286,7 @@ def run_level(head: Eagle3Head, context: DraftContext, pages: DraftPages, drafte
         positions.reshape(-1),
         attend,
         none,
+        context.collectives,
     )
     return Drafted(kv, rows.reshape(b, r, -1))
 
@@ -296,4 +298,4 @@ def propose(head: Eagle3Head, context: DraftContext, outputs: Float[Array, "B R 
         # The rows of a slot stand at one position, so they have the same noise.
         sampling = jax.tree.map(lambda x: x[:, None], context.sampling)
         scores = draft_scores(scores, ids, (context.length + depth + 1)[:, None], sampling)
-    return Candidates(*split_top_k(scores, ids, k, context.tail_axes))
+    return Candidates(*split_top_k(scores, ids, k, context.tail_axes, context.collectives))

@@ -23,7 +23,7 @@ from jaxspec.drafts.eagle3_config import (
     Eagle3Config,
     tap_norm,
 )
-from jaxspec.mesh import AxisNames, gather, rank
+from jaxspec.mesh import XLA, AxisNames, Collectives, rank
 from jaxspec.models.decoder import (
     Decoder,
     DecoderLayer,
@@ -74,7 +74,7 @@ class Eagle3Head(nnx.Module):
             return target.embed(tokens)
         return self.embedding[...][jnp.maximum(tokens, 0)]
 
-    def features(self, taps: Float[Array, "N taps E"]) -> Float[Array, "N H"]:
+    def features(self, taps: Float[Array, "N taps E"], collectives: Collectives = XLA) -> Float[Array, "N H"]:
         """What true rows start from: all taps of the target, projected to the width of the head."""
         config, eps = self.config, self.config.layer.norm_eps
         joined = taps.reshape(len(taps), -1)
@@ -84,7 +84,7 @@ class Eagle3Head(nnx.Module):
             joined = rms_norm(joined.reshape(taps.shape), self.tap_norms[...], eps).reshape(len(taps), -1)
         if not config.has_fc:
             return joined
-        columns = gather(joined @ self.fc[...], self.target.tail_axes)
+        columns = collectives.gather(joined @ self.fc[...], self.target.tail_axes)
         projected = jnp.moveaxis(columns, 0, 1).reshape(len(taps), -1)[:, : config.layer.hidden_size]
         return projected + self.fc_bias[...] if config.fc_bias else projected
 
@@ -95,6 +95,7 @@ class Eagle3Head(nnx.Module):
         positions: Int[Array, "N"],
         attend: Attend[Cache],
         cache: Cache,
+        collectives: Collectives = XLA,
     ) -> tuple[Float[Array, "R H"], Cache]:
         """Outputs before the final norm.
 
@@ -115,7 +116,7 @@ class Eagle3Head(nnx.Module):
             else:
                 inputs = layer.input_norm(x)
             residual, attended, cache = attend(cache, index, residual, *layer.heads_of(inputs, positions))
-            x = layer.finish(residual, attended)
+            x = layer.finish(residual, attended, collectives)
         return x, cache
 
     def recycled(self, outputs: Float[Array, "R H"]) -> Float[Array, "R H"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.history import History
 from jaxspec.errors import UserError
-from jaxspec.mesh import AxisNames
+from jaxspec.mesh import AxisNames, Collectives
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, DecoderLayout
 from jaxspec.speculate.lane import LaneRows
@@ -45,6 +45,7 @@ class DraftContext:
       lane, lane_hidden, lane_taps: the prompt chunk that leaves with the group, and the states and taps of its rows;
         None where there is none. Its rows extend the draft's KV too.
       target: for its embedding and head; call it with `tail_axes`.
+      collectives: what a drafter talks across devices by.
     """
 
     root: Int[Array, "B"]
@@ -63,6 +64,7 @@ class DraftContext:
     lane_taps: Float[Array, "C taps E"] | None
     target: Decoder
     tail_axes: AxisNames
+    collectives: Collectives
 
 
 @dataclasses.dataclass(frozen=True)

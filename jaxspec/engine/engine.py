@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.engine.scheduler import Plan, Scheduler
 from jaxspec.engine.sequence import Sequence, Update
-from jaxspec.speculate.program import Step, Variant, build_step, initial_state
+from jaxspec.errors import UserError
+from jaxspec.peers import Peers
+from jaxspec.speculate.program import Results, Step, Variant, build_step, initial_state
 from jaxspec.speculate.state import Ring, StepSpec
 
 # Dispatches queued before the oldest is read: the host works while the device runs the next.
@@ -28,6 +30,7 @@ class Engine:
     Args:
       graph, weights: the target, as `restore_decoder` returns it.
       draft_weights: the drafter's, as its `restore` returns them; `()` for none.
+      peers: of the mesh, where its devices talk by peer stores.
       on_compile: called with (variant, None) when a program is about to be compiled, (variant, seconds) after.
     """
 
@@ -38,19 +41,22 @@ class Engine:
         graph: Any,
         weights: Any,
         draft_weights: Any = (),
+        peers: Peers | None = None,
         on_compile: Callable[[Variant, float | None], None] | None = None,
     ):
         self.spec, self.mesh = spec, mesh
         self.scheduler = Scheduler(spec)
         self.graph, self.weights, self._draft_weights = graph, weights, draft_weights
+        self._peers, self._tables = peers, peers.tables if peers else {}
         self._on_compile = on_compile or (lambda variant, seconds: None)
         self.programs: dict[Variant, Step] = {}
         self._last_commands: dict[Variant, tuple[bytes, jax.Array]] = {}
         self._batch = 1
         self._state = initial_state(spec, self._batch, mesh)
-        self._in_flight: deque[tuple[Plan, jax.Array]] = deque()
-        # XLA aborts the process where it exits while a program runs, and one always runs ahead.
-        weakref.finalize(self, _await_results, self._in_flight)
+        self._in_flight: deque[tuple[Plan, Results]] = deque()
+        # XLA aborts the process where it exits while a program runs, and one always runs ahead. It does not know that
+        # the peers are in use, so they are kept as long.
+        weakref.finalize(self, _await_results, self._in_flight, peers)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -63,7 +69,11 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> Iterator[Update]:
-        """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle."""
+        """Queues the next dispatch if there is one, then reads the oldest unless the device would fall idle.
+
+        Raises:
+          UserError: a device did not answer another; all requests are cancelled.
+        """
         try:
             plan = self.scheduler.plan() if self.scheduler.has_work else None
             if plan is not None:
@@ -73,7 +83,8 @@ class Engine:
             raise
         if self._in_flight and (plan is None or len(self._in_flight) > _AHEAD):
             done, results = self._in_flight.popleft()
-            yield from self.scheduler.collect(done, np.asarray(results))
+            self._check(results)
+            yield from self.scheduler.collect(done, np.asarray(results.rows))
         else:
             assert plan is not None or not self.scheduler.has_work, "requests wait, but nothing can change"
 
@@ -89,26 +100,35 @@ class Engine:
         """Time of an empty dispatch, which costs what a busy one does: shapes are static."""
         variant = Variant(not has_lane or self.spec.pp == 1, has_lane, is_greedy=True, batch=batch)
         plan = Plan(variant, variant.blank_commands(self.spec), [])
-        self._dispatch(plan).block_until_ready()
+        jax.block_until_ready(self._dispatch(plan))
         started = time.perf_counter()
         for _ in range(repeats):
             result = self._dispatch(plan)
-        result.block_until_ready()
+        jax.block_until_ready(result)
         return (time.perf_counter() - started) / repeats
 
-    def _dispatch(self, plan: Plan) -> jax.Array:
+    def _dispatch(self, plan: Plan) -> Results:
         if plan.variant.batch != self._batch:
             self._resize(plan.variant.batch)
         program = self.program(plan.variant)
-        self._state, results = program(self.weights, self._draft_weights, self._state, self._send(plan))
-        results.copy_to_host_async()
+        self._state, results = program(self.weights, self._draft_weights, self._state, self._send(plan), self._tables)
+        jax.copy_to_host_async(results)
         return results
 
+    def _check(self, results: Results) -> None:
+        if self._peers is None:
+            return
+        try:
+            self._peers.check(np.asarray(results.failures))
+        except UserError:
+            self._start_afresh()  # nothing of the state is worth anything either
+            raise
+
     def _start_afresh(self) -> None:
-        """After a plan that did not reach the device: it no longer is in the state that the scheduler believes."""
+        """Where the device is not in the state that the scheduler believes: a plan has not reached it, for instance."""
         self.scheduler.cancel_all()
         self.scheduler = Scheduler(self.spec)
-        _await_results(self._in_flight)
+        _await_results(self._in_flight, self._peers)
         self._in_flight.clear()
         self._batch = 1
         del self._state  # before the new one: a device may have no room for two caches
@@ -151,11 +171,12 @@ class Engine:
                 self._draft_weights,
                 dataclasses.replace(self._state, ring=self._abstract_ring(variant.batch)),
                 jax.ShapeDtypeStruct(commands.shape, commands.dtype, sharding=NamedSharding(self.mesh, P())),
+                self._tables,
             ).compile()
             self._on_compile(variant, time.perf_counter() - started)
         return self.programs[variant]
 
 
-def _await_results(in_flight: deque[tuple[Plan, jax.Array]]) -> None:
+def _await_results(in_flight: deque[tuple[Plan, Results]], peers: Peers | None) -> None:
     for _, results in in_flight:
-        results.block_until_ready()
+        jax.block_until_ready(results)

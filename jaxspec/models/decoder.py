@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import MODEL_AXES, PP, TP, AxisNames, MeshShape, all_reduce, rank
+from jaxspec.mesh import MODEL_AXES, PP, TP, XLA, AxisNames, Collectives, MeshShape, rank
 from jaxspec.models import rope, tensors
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import HeadLayout, head_layout, take_heads
@@ -170,10 +170,16 @@ class DecoderLayer(nnx.Module):
             self.qk_norms = parameter((stages, 2, d), P(stage), dtype)
 
     def __call__[Cache](
-        self, x: Float[Array, "N E"], positions: Int[Array, "N"], slot: int, attend: Attend[Cache], cache: Cache
+        self,
+        x: Float[Array, "N E"],
+        positions: Int[Array, "N"],
+        slot: int,
+        attend: Attend[Cache],
+        cache: Cache,
+        collectives: Collectives = XLA,
     ) -> tuple[Float[Array, "N E"], Cache]:
         attended, cache = attend(cache, slot, *self.heads_of(self.input_norm(x), positions))
-        return self.finish(x, attended), cache
+        return self.finish(x, attended, collectives), cache
 
     def input_norm(self, x: Float[Array, "N E"]) -> Float[Array, "N E"]:
         return rms_norm(x, self.norms[0, 0], self.layout.config.norm_eps)
@@ -194,17 +200,19 @@ class DecoderLayer(nnx.Module):
         frequency = rope.frequencies(config)
         return rope.rotate(q, positions, frequency), rope.rotate(k, positions, frequency), v
 
-    def finish(self, residual: Float[Array, "N E"], attended: Float[Array, "N own_H*D"]) -> Float[Array, "N E"]:
+    def finish(
+        self, residual: Float[Array, "N E"], attended: Float[Array, "N own_H*D"], collectives: Collectives = XLA
+    ) -> Float[Array, "N E"]:
         """The output projection and the feed-forward."""
         config, layout = self.layout.config, self.layout
-        x = residual + all_reduce(attended @ self.out[0], layout.out_axes)
+        x = residual + collectives.all_reduce(attended @ self.out[0], layout.out_axes)
         if config.output_bias:
             x = x + self.row_biases[0, 0]
         gate_up = rms_norm(x, self.norms[0, 1], config.norm_eps) @ self.gate_up[0]
         if config.mlp_bias:
             gate_up = gate_up + self.gate_up_bias[0]
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        x = x + all_reduce((jax.nn.silu(gate) * up) @ self.down[0], layout.ffn_axes)
+        x = x + collectives.all_reduce((jax.nn.silu(gate) * up) @ self.down[0], layout.ffn_axes)
         if config.mlp_bias:
             x = x + self.row_biases[0, 1]
         return x
@@ -323,12 +331,13 @@ class Decoder(nnx.Module):
         cache: Cache,
         observe: Observe[Observed],
         observed: Observed,
+        collectives: Collectives = XLA,
     ) -> tuple[Float[Array, "N E"], Cache, Observed]:
         """This stage's layers over N rows."""
         sizes = self.layout.stage_sizes
         observed = observe(observed, -1, x)
         for slot, layer in enumerate(self.layers):
-            y, cache = layer(x, positions, slot, attend, cache)
+            y, cache = layer(x, positions, slot, attend, cache, collectives)
             may_be_padding = slot >= min(sizes)
             x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x) if may_be_padding else y
             observed = observe(observed, slot, x)

@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.errors import UserError
-from jaxspec.mesh import DCP, exchange, rank
+from jaxspec.mesh import DCP, XLA, Collectives, rank
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.lane import LaneRows
-from pallas_kernels.chunk_prefill import causal_attention
+from pallas_kernels.chunk_prefill import Prefix, causal_attention, chunk_prefill
+from pallas_kernels.chunk_prefill import plan as prefill_plan
 from pallas_kernels.context_decode import context_decode, kernel, plan
 from pallas_kernels.lse_merge import join, merge, pack, unpack
 from pallas_kernels.tree_attention import tree_attention
@@ -75,7 +76,7 @@ class VisitAttention:
       is_occupied: a group is there at all; else nothing may be kept of its rows.
       lengths, page_table, ancestors: of the group's slots.
       lane: the chunk, or None in a program without a lane.
-      attention: `PALLAS` takes the kernels for the trees; the chunk has the reference.
+      attention: `PALLAS` takes the kernels, for the chunk where they take its shapes.
     """
 
     geometry: PageGeometry
@@ -86,6 +87,7 @@ class VisitAttention:
     ancestors: UInt32[Array, "B T 2"]
     lane: LaneRows | None
     attention: str = REFERENCE
+    collectives: Collectives = XLA
 
     def __call__(
         self,
@@ -129,9 +131,29 @@ class VisitAttention:
 
     def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
         assert self.lane is not None
-        output, lse = self._prefix(cache, layer, q[None], self.lane.page_row[None], self.lane.start[None])
-        among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
+        row, start = self.lane.page_row, self.lane.start
+        if self.attention == PALLAS and self._has_prefill(q, k):
+            if self.geometry.dcp == 1:
+                prefix = Prefix(cache.pages[0], layer, row, start)
+                return chunk_prefill(q, chunk=(k, v), prefix=prefix, scale=_scale(q))[0]
+            parts = self._parts(_prefill_prefix, cache, layer, q[None], row[None], start[None])
+            output, lse = merge(*unpack(parts))
+            own_q, *own = self._own_heads(q, k, v)
+            among = chunk_prefill(own_q, chunk=(own[0], own[1]), prefix=None, scale=_scale(q))
+        else:
+            output, lse = self._prefix(cache, layer, q[None], row[None], start[None])
+            among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
         return join((output[0], lse[0]), among)
+
+    def _has_prefill(self, q: Array, k: Array) -> bool:
+        """Whether the kernel takes chunks of these shapes: it takes fewer than that of the trees."""
+        return not prefill_plan.unsupported(
+            dtype=q.dtype,
+            heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            head_dim=q.shape[-1],
+            page_size=self.geometry.local_size,
+        )
 
     def _prefix(
         self, cache: TargetCache, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
@@ -154,7 +176,7 @@ class VisitAttention:
         local = self.geometry.local_length(lengths, rank((DCP,)))
         packed = pack(*decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q)))
         by_owner = packed.reshape(*packed.shape[:2], self.geometry.dcp, -1, packed.shape[-1])
-        return exchange(jnp.moveaxis(by_owner, 2, 0), DCP)
+        return self.collectives.exchange(jnp.moveaxis(by_owner, 2, 0), DCP)
 
     def _own_heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """This rank's query heads, each with its KV head. (A rank's heads may begin inside a KV group.)"""
@@ -168,6 +190,19 @@ class VisitAttention:
     def _first_head(self, q: Float[Array, "... H D"]) -> Int[Array, ""]:
         """Of this rank's own query heads."""
         return rank((DCP,)) * (q.shape[-2] // self.geometry.dcp)
+
+
+def _prefill_prefix(
+    q: Float[Array, "1 C H D"],
+    pages: Array,
+    layer: int,
+    page_table: Int[Array, "1 M"],
+    length: Int[Array, "1"],
+    scale: float,
+) -> tuple[Float[Array, "1 C H D"], Float[Array, "1 C H"]]:
+    """The prefix part of a chunk, called as `context_decode` is."""
+    output, lse = chunk_prefill(q[0], chunk=None, prefix=Prefix(pages, layer, page_table[0], length[0]), scale=scale)
+    return output[None], lse[None]
 
 
 def _scale(q: Float[Array, "... D"]) -> float:

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from jaxspec.mesh import AXES, XLA, split
+from jaxspec.peers import PeerCollectives, Tables
 from jaxspec.precision import matmul_precision
 from jaxspec.speculate.commands import NO_GROUP, Commands
 from jaxspec.speculate.lane import LaneRows
@@ -53,25 +55,48 @@ class Variant:
         return Commands.blank(spec.num_slots, spec.stop_ids, spec.pages_per_slot, lane_entries, spec.chunk)
 
 
-type Step = Callable[[Any, Any, StepState, Array], tuple[StepState, Int[Array, "entries B columns"]]]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What the host reads of a dispatch.
+
+    Attributes:
+      rows: of each entry in order of leaving, columns as in `tail.py`.
+      failures: where devices talk by peer stores, which ones did not answer, as `Peers.check` reads them.
+    """
+
+    rows: Int[Array, "entries B columns"]
+    failures: Int[Array, "devices"] | None
+
+
+type Step = Callable[[Any, Any, StepState, Array, Tables], tuple[StepState, Results]]
 
 
 def build_step(
     spec: StepSpec, variant: Variant, mesh: Mesh, graph: Any, weight_specs: Any, draft_weight_specs: Any
 ) -> Any:
-    """The program of a variant: (target weights, draft weights, state, packed commands) -> (state, results).
+    """The program of a variant: (target weights, draft weights, state, packed commands, tables) -> (state, results).
+
+    The tables are those of `Peers`, or none: then devices talk by XLA.
 
     Args:
       graph: the target's `nnx.GraphDef`.
       weight_specs, draft_weight_specs: how the weights of target and drafter are split.
 
     Returns:
-      A jitted function that donates the state. Results are in order of leaving, columns as in `tail.py`.
+      A jitted function that donates the state.
     """
     assert not (variant.is_solo and variant.has_lane and spec.pp > 1), "prompts are pipelined over all places"
     blank = variant.blank_commands(spec)
 
-    def on_device(weights: Any, draft_weights: Any, state: StepState, packed: Array) -> tuple[StepState, Array]:
+    def on_device(
+        weights: Any, draft_weights: Any, state: StepState, packed: Array, tables: Tables
+    ) -> tuple[StepState, Results]:
+        failure = jax.new_ref(jnp.zeros(1, jnp.int32)) if tables else None
+        collectives = XLA
+        if failure is not None:
+            own = {axes: table.reshape(-1) for axes, table in tables.items()}
+            collectives = PeerCollectives(spec.layout.mesh, own, failure)
         target = nnx.merge(graph, weights)
         commands = blank.unpack(packed)
 
@@ -86,6 +111,7 @@ def build_step(
                 state,
                 leaving,
                 tick,
+                collectives,
                 has_lane=variant.has_lane,
                 is_greedy=variant.is_greedy,
             )
@@ -97,7 +123,7 @@ def build_step(
                 has_commands=tick < spec.pp,
                 lane=chunk_at(tick),
             )
-            state, leaving = advance(spec, target, state, tick, entry)
+            state, leaving = advance(spec, target, state, tick, entry, collectives)
             return tail(state, leaving, tick)
 
         def one_group_round(state: StepState, round_: Array) -> tuple[StepState, Array]:
@@ -108,7 +134,7 @@ def build_step(
                     has_commands=round_ == 0,
                     lane=chunk_at(round_),
                 )
-                return advance(spec, target, carry[0], tick, entry)
+                return advance(spec, target, carry[0], tick, entry, collectives)
 
             before = Leaving(*jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk)))
             state, leaving = lax.fori_loop(0, spec.pp, relay, (state, before))
@@ -116,14 +142,15 @@ def build_step(
 
         body = one_group_round if variant.is_solo else all_groups_tick
         with matmul_precision(spec.layout.dtype):
-            return lax.scan(body, state, jnp.arange(variant.entries(spec)))
+            state, rows = lax.scan(body, state, jnp.arange(variant.entries(spec)))
+        return state, Results(rows, None if failure is None else jax.freeze(failure))
 
     state_specs = StepState.specs(spec)
     sharded = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(weight_specs, draft_weight_specs, state_specs, P()),
-        out_specs=(state_specs, P()),
+        in_specs=(weight_specs, draft_weight_specs, state_specs, P(), P(*AXES)),
+        out_specs=(state_specs, Results(rows=split(), failures=split(AXES))),
         check_vma=False,  # values that differ by stage are masked by hand, which the check does not follow
     )
     return jax.jit(sharded, donate_argnums=2)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from jaxspec.mesh import AxisNames, all_max, all_reduce, gather, rank
+from jaxspec.mesh import XLA, AxisNames, Collectives, rank
 
 _DIGIT_BITS = 4  # of the threshold search: eight rounds of fifteen counts
 _SHORT = 1024  # scores that are ordered as they are
@@ -52,6 +52,7 @@ def target_tokens(
     vocab_size: int,
     axes: AxisNames,
     is_greedy: bool,
+    collectives: Collectives = XLA,
 ) -> Int[Array, "B T"]:
     """The token that follows each node.
 
@@ -64,9 +65,10 @@ def target_tokens(
     ids = rank(axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
     logits = jnp.where(ids < vocab_size, logits.astype(jnp.float32), -jnp.inf)
     if is_greedy:
-        return split_argmax(logits, ids, axes)
+        return split_argmax(logits, ids, axes, collectives)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*positions.shape, *x.shape[1:])), sampling)
-    return split_argmax(perturbed_scores(logits, ids, positions, rows, axes), ids, axes)
+    scores = perturbed_scores(logits, ids, positions, rows, axes, collectives)
+    return split_argmax(scores, ids, axes, collectives)
 
 
 def perturbed_scores(
@@ -75,11 +77,12 @@ def perturbed_scores(
     positions: Int[Array, "B T"],
     rows: SamplingRows,
     axes: AxisNames,
+    collectives: Collectives = XLA,
 ) -> Float[Array, "B T local_V"]:
     """log p + Gumbel noise up to a constant a row, -inf where the filters drop a token; plain logits if greedy."""
-    top = all_max(jnp.max(logits, axis=-1, keepdims=True), axes)
+    top = collectives.all_max(jnp.max(logits, axis=-1, keepdims=True), axes)
     scaled = _at_temperature(logits - top, rows)
-    kept = (scaled >= filter_threshold(scaled, rows, axes)) | (rows.temperature[..., None] == 0)
+    kept = (scaled >= filter_threshold(scaled, rows, axes, collectives)) | (rows.temperature[..., None] == 0)
     return jnp.where(kept, _with_noise(scaled, ids, positions, rows), -jnp.inf)
 
 
@@ -112,7 +115,9 @@ def _with_noise(
     return jnp.where(rows.temperature[..., None] > 0, scaled + gumbel_noise(rows.seed, positions, ids), scaled)
 
 
-def filter_threshold(scaled: Float[Array, "B T local_V"], rows: SamplingRows, axes: AxisNames) -> Float[Array, "B T 1"]:
+def filter_threshold(
+    scaled: Float[Array, "B T local_V"], rows: SamplingRows, axes: AxisNames, collectives: Collectives = XLA
+) -> Float[Array, "B T 1"]:
     """The least score that top-k, then top-p over what top-k left, then min-p keep; ties at it stay.
 
     Args:
@@ -120,17 +125,21 @@ def filter_threshold(scaled: Float[Array, "B T local_V"], rows: SamplingRows, ax
     """
     keys = _ordered_bits(scaled)
     top_k = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
-    k_key = largest_threshold(keys, jnp.ones_like(scaled), top_k, axes)
+    k_key = largest_threshold(keys, jnp.ones_like(scaled), top_k, axes, collectives)
     mass = jnp.where(keys >= k_key[..., None], jnp.exp(scaled), 0.0)
-    total = all_reduce(jnp.sum(mass, axis=-1), axes)
+    total = collectives.all_reduce(jnp.sum(mass, axis=-1), axes)
     p_mass = jnp.maximum(rows.top_p * total, jnp.finfo(jnp.float32).tiny)
-    p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, p_mass, jnp.inf), axes)
+    p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, p_mass, jnp.inf), axes, collectives)
     threshold = _from_ordered_bits(jnp.maximum(k_key, p_key))
     return jnp.maximum(threshold, jnp.log(rows.min_p))[..., None]
 
 
 def largest_threshold(
-    keys: UInt32[Array, "B T local_V"], weights: Float[Array, "B T local_V"], need: Float[Array, "B T"], axes: AxisNames
+    keys: UInt32[Array, "B T local_V"],
+    weights: Float[Array, "B T local_V"],
+    need: Float[Array, "B T"],
+    axes: AxisNames,
+    collectives: Collectives = XLA,
 ) -> UInt32[Array, "B T"]:
     """The largest key such that the weights at it and above add up to at least `need`; 0 where no key does."""
 
@@ -138,7 +147,7 @@ def largest_threshold(
         shift = jnp.uint32(32 - _DIGIT_BITS) - jnp.uint32(_DIGIT_BITS) * step.astype(jnp.uint32)
         candidates = [prefix | (jnp.uint32(digit) << shift) for digit in range(1, 1 << _DIGIT_BITS)]
         sums = [jnp.sum(jnp.where(keys >= c[..., None], weights, 0.0), axis=-1) for c in candidates]
-        is_enough = all_reduce(jnp.stack(sums, axis=-1), axes) >= need[..., None]
+        is_enough = collectives.all_reduce(jnp.stack(sums, axis=-1), axes) >= need[..., None]
         return prefix | (jnp.sum(is_enough, axis=-1).astype(jnp.uint32) << shift)
 
     return lax.fori_loop(0, 32 // _DIGIT_BITS, next_digit, jnp.zeros(need.shape, jnp.uint32))
@@ -161,16 +170,22 @@ def gumbel_noise(
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def split_argmax(scores: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], axes: AxisNames) -> Int[Array, "*R"]:
+def split_argmax(
+    scores: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], axes: AxisNames, collectives: Collectives = XLA
+) -> Int[Array, "*R"]:
     """Global id of the largest score; of equal ones the lowest id."""
     best = jnp.argmax(scores, axis=-1, keepdims=True)
-    values, winners = _gather_together((jnp.max(scores, axis=-1, keepdims=True), ids[best]), axes)
+    values, winners = _gather_together((jnp.max(scores, axis=-1, keepdims=True), ids[best]), axes, collectives)
     owner = jnp.argmax(values, axis=-2, keepdims=True)
     return jnp.take_along_axis(winners, owner, axis=-2)[..., 0, 0]
 
 
 def split_top_k(
-    scores: Float[Array, "*R local_V"], ids: Int[Array, "local_V"], k: int, axes: AxisNames
+    scores: Float[Array, "*R local_V"],
+    ids: Int[Array, "local_V"],
+    k: int,
+    axes: AxisNames,
+    collectives: Collectives = XLA,
 ) -> tuple[Int[Array, "*R k"], Float[Array, "*R k"]]:
     """The k best ids of the whole vocabulary and their log-probabilities under softmax(scores), with one collective.
 
@@ -186,7 +201,7 @@ def split_top_k(
     mass = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     padding = [(0, 0)] * (scores.ndim - 1) + [(0, max(0, k - scores.shape[-1]))]
     local_values, best = _local_top_k(jnp.pad(scores, padding, constant_values=-jnp.inf), k)
-    values, winners, masses = _gather_together((local_values, ids[best], mass), axes)
+    values, winners, masses = _gather_together((local_values, ids[best], mass), axes, collectives)
     values, place = lax.top_k(values.reshape(*scores.shape[:-1], -1), k)
     winners = jnp.take_along_axis(winners.reshape(*scores.shape[:-1], -1), place, axis=-1)
     log_probs = jnp.minimum(values - jax.nn.logsumexp(masses, axis=-2), 0.0)
@@ -213,10 +228,12 @@ def _local_top_k(scores: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R
     return values, jnp.take_along_axis(chosen, place // width, axis=-1) * width + place % width
 
 
-def _gather_together(parts: tuple[Shaped[Array, "*R _"], ...], axes: AxisNames) -> list[Shaped[Array, "*R ranks _"]]:
+def _gather_together(
+    parts: tuple[Shaped[Array, "*R _"], ...], axes: AxisNames, collectives: Collectives
+) -> list[Shaped[Array, "*R ranks _"]]:
     """Gathers arrays of 32-bit numbers with one collective; a small one costs a GPU as much as reading megabytes."""
     packed = jnp.concatenate([lax.bitcast_convert_type(part, jnp.int32) for part in parts], axis=-1)
-    gathered = jnp.moveaxis(gather(packed, axes), 0, -2)
+    gathered = jnp.moveaxis(collectives.gather(packed, axes), 0, -2)
     ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
     pieces = jnp.split(gathered, ends, axis=-1)
     return [lax.bitcast_convert_type(piece, part.dtype) for piece, part in zip(pieces, parts, strict=True)]

@@ -13,7 +13,7 @@ from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.cache.slots import SlotTable
 from jaxspec.drafts.interface import Drafter
-from jaxspec.mesh import PP, broadcast_from_last_stage, split, to_next_stage
+from jaxspec.mesh import PP, XLA, Collectives, split
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.speculate.commands import NO_GROUP
 from jaxspec.speculate.lane import LaneRows
@@ -80,11 +80,11 @@ class Streams:
             taps=jnp.zeros((*rows, count, width), dtype) if count else None,
         )
 
-    def to_next_stage(self, stages: int) -> "Streams":
-        return self._across(lambda rows: to_next_stage(rows, stages))
+    def to_next_stage(self, stages: int, collectives: Collectives = XLA) -> "Streams":
+        return self._across(lambda rows: collectives.to_next_stage(rows, stages))
 
-    def from_last_stage(self, stages: int) -> "Streams":
-        return self._across(lambda rows: broadcast_from_last_stage(rows, stages))
+    def from_last_stage(self, stages: int, collectives: Collectives = XLA) -> "Streams":
+        return self._across(lambda rows: collectives.broadcast_from_last_stage(rows, stages))
 
     def _across(self, collective: Callable[[Array], Array]) -> "Streams":
         """Both as one array: a collective costs the same whether it is small or very small."""

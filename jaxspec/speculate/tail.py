@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.cache import history
 from jaxspec.cache.slots import SlotTable, select_rows
 from jaxspec.drafts.interface import DraftContext
-from jaxspec.mesh import PP, publish
+from jaxspec.mesh import PP, Collectives
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.sampling import target_tokens
@@ -56,6 +56,7 @@ def finish(
     state: StepState,
     leaving: Leaving,
     tick: Int[Array, ""],
+    collectives: Collectives,
     *,
     has_lane: bool,
     is_greedy: bool,
@@ -70,12 +71,12 @@ def finish(
     tail_axes = spec.layout.tail_axes
     trees, chunk, lane = leaving.trees, leaving.chunk, None
     if PP in tail_axes:
-        trees = trees.from_last_stage(spec.pp)
+        trees = trees.from_last_stage(spec.pp, collectives)
     is_activated = jnp.zeros(batch, bool)
     if has_lane:
         lane = state.ring.lanes.at(place)
         if PP in tail_axes:
-            chunk = chunk.from_last_stage(spec.pp)
+            chunk = chunk.from_last_stage(spec.pp, collectives)
         is_activated = (first_slot + jnp.arange(batch) == lane.slot) & (lane.length > 0) & is_occupied
         last = jnp.maximum(lane.length - 1, 0)
         roots, last_row = jax.tree.map(lambda nodes: nodes[:, 0], trees), jax.tree.map(lambda rows: rows[last], chunk)
@@ -85,7 +86,7 @@ def finish(
     final = target.final_hidden(trees.hidden)
     # A prompt's last token stands one position before `length`; its row takes the root's place.
     root_position = rows.length - is_activated
-    targets = publish(
+    targets = collectives.publish(
         target_tokens(
             target.logits(final),
             root_position[:, None] + depths(rows.ancestors) + 1,
@@ -93,6 +94,7 @@ def finish(
             vocab_size=spec.layout.config.vocab_size,
             axes=tail_axes,
             is_greedy=is_greedy,
+            collectives=collectives,
         ),
         spec.pp,
     )
@@ -120,6 +122,7 @@ def finish(
             lane_taps=chunk.taps if has_lane else None,
             target=target,
             tail_axes=tail_axes,
+            collectives=collectives,
         ),
         spec.tree,
     )

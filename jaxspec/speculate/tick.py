@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
-from jaxspec.mesh import PP, rank
+from jaxspec.mesh import PP, XLA, Collectives, rank
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculate.attention import VisitAttention
 from jaxspec.speculate.commands import SlotCommands
@@ -51,7 +51,12 @@ class Leaving:
 
 
 def advance(
-    spec: StepSpec, target: Decoder, state: StepState, tick: Int[Array, ""], entry: Entry
+    spec: StepSpec,
+    target: Decoder,
+    state: StepState,
+    tick: Int[Array, ""],
+    entry: Entry,
+    collectives: Collectives = XLA,
 ) -> tuple[StepState, Leaving]:
     """Entry, commit, layers and relay of one tick."""
     batch = state.ring.trees.hidden.shape[1]
@@ -80,17 +85,20 @@ def advance(
         ancestors=rows.ancestors,
         lane=lane,
         attention=spec.attention,
+        collectives=collectives,
     )
     batched = jax.tree.map(_as_rows, *parts)
     observe = tap_observer(spec.drafter.taps, spec.layout)
-    x, cache, taps = target.stage(batched.hidden, _as_rows(*part_positions), attend, cache, observe, batched.taps)
+    x, cache, taps = target.stage(
+        batched.hidden, _as_rows(*part_positions), attend, cache, observe, batched.taps, collectives
+    )
     passed, nodes = Streams(x, taps), positions.size
     trees = jax.tree.map(lambda new, old: new[:nodes].reshape(old.shape), passed, arrived[0])
     chunk = arrived[1]
-    ring = dataclasses.replace(state.ring, trees=_add_axis(trees.to_next_stage(spec.pp)))
+    ring = dataclasses.replace(state.ring, trees=_add_axis(trees.to_next_stage(spec.pp, collectives)))
     if lane is not None:
         chunk = jax.tree.map(lambda new: new[nodes : nodes + spec.chunk], passed)
-        ring = dataclasses.replace(ring, chunk=_add_axis(chunk.to_next_stage(spec.pp)))
+        ring = dataclasses.replace(ring, chunk=_add_axis(chunk.to_next_stage(spec.pp, collectives)))
     return dataclasses.replace(state, cache=cache, ring=ring), Leaving(trees, chunk)
 
 

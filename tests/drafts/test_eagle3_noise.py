@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from models_on_mesh import ONE
 
 from jaxspec.drafts.eagle3 import propose
-from jaxspec.mesh import MODEL_AXES, make_mesh
+from jaxspec.mesh import MODEL_AXES, XLA, make_mesh
 from jaxspec.speculate.sampling import SamplingRows, target_tokens
 
 VOCAB = 40
@@ -47,7 +47,12 @@ def test_where_draft_and_target_agree_the_first_child_is_the_token_that_the_targ
 
     def both(logits):
         context = types.SimpleNamespace(
-            target=None, is_greedy=False, sampling=sampling(), length=jnp.array(LENGTHS), tail_axes=MODEL_AXES
+            target=None,
+            is_greedy=False,
+            sampling=sampling(),
+            length=jnp.array(LENGTHS),
+            tail_axes=MODEL_AXES,
+            collectives=XLA,
         )
         drafted = propose(KnownLogits(), context, logits[..., DRAFTED], depth, 3)
         positions = jnp.broadcast_to((context.length + depth)[:, None] + 1, logits.shape[:2])

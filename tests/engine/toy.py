@@ -19,7 +19,7 @@ from jaxspec.cache.pages import PageGeometry
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.sequence import Sequence
-from jaxspec.mesh import MODEL_AXES, PP, MeshShape, all_reduce, make_mesh, rank
+from jaxspec.mesh import MODEL_AXES, PP, MeshShape, make_mesh, rank
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ class ToyModel(nnx.Module):
         zero = jnp.zeros_like(tag)
         return jnp.stack([tag, symbol, zero, zero, zero, zero], axis=-1).astype(jnp.float32)
 
-    def stage(self, x, positions, attend, cache, observe, observed):
+    def stage(self, x, positions, attend, cache, observe, observed, collectives):
         layout = self.layout
         heads = layout.heads
         local_kv = heads.kv_heads // layout.mesh.tp
@@ -57,7 +57,7 @@ class ToyModel(nnx.Module):
             q = jnp.zeros((len(x), local_kv * heads.queries_per_kv, 4))
             seen, cache = attend(cache, slot, q, kv, kv)
             own = seen.reshape(len(x), -1, 4)
-            mean = all_reduce(own.mean(axis=1), MODEL_AXES) / layout.mesh.axis_size(MODEL_AXES)
+            mean = collectives.all_reduce(own.mean(axis=1), MODEL_AXES) / layout.mesh.axis_size(MODEL_AXES)
             spread = jnp.abs(own - mean[:, None]).max(axis=(1, 2))
             count = (positions + 1).astype(jnp.float32)
             faults = [

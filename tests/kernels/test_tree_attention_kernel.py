@@ -7,6 +7,7 @@ On a Hopper GPU the same tests run the kernel itself:
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ import pytest
 from h200 import NEEDS_COMPILER, assert_without_spills, compile_for_h200
 from kernel_cases import INTERPRET, random_ancestors
 
+from jaxspec.cache import paged
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.speculate import attention
 from jaxspec.speculate.attention import VisitAttention
+from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.lse_merge import join, merge, pack, unpack
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.kernel import tree_join
@@ -145,16 +148,27 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(c
     assert "use the reference" in str(raised.value)
 
 
-def test_a_visit_of_two_ranks_with_the_kernel_is_a_visit_of_one_with_the_reference(monkeypatch):
+def test_a_visit_of_two_ranks_with_the_kernels_is_a_visit_of_one_with_the_reference(monkeypatch):
     """Two ranks one after another on one device; what they would exchange comes from plain JAX."""
-    batch, nodes, kv_heads, group, head_dim, page_size, ranks = 2, 3, 1, 2, 64, 32, 2
+    batch, nodes, chunk, kv_heads, group, head_dim, page_size, ranks = 2, 3, 10, 1, 2, 64, 32, 2
     random = np.random.default_rng(5)
-    q = jnp.asarray(random.standard_normal((batch * nodes, kv_heads * group, head_dim)), jnp.bfloat16)
-    k, v = jnp.asarray(random.standard_normal((2, batch * nodes, kv_heads, head_dim)), jnp.bfloat16)
-    pages = jnp.asarray(random.standard_normal((1, 1, 2, 4, page_size, kv_heads, head_dim)), jnp.bfloat16)
+    rows = batch * nodes + chunk
+    q = jnp.asarray(random.standard_normal((rows, kv_heads * group, head_dim)), jnp.bfloat16)
+    k, v = jnp.asarray(random.standard_normal((2, rows, kv_heads, head_dim)), jnp.bfloat16)
+    pages = jnp.asarray(random.standard_normal((1, 1, 2, 5, page_size, kv_heads, head_dim)), jnp.bfloat16)
     ancestors = jnp.asarray(np.tile(np.array([[0b1, 0], [0b11, 0], [0b101, 0]], np.uint32), (batch, 1, 1)))
+    lane = LaneRows(
+        tokens=jnp.zeros(chunk, jnp.int32),
+        start=jnp.int32(21),
+        length=jnp.int32(chunk),
+        next_token=jnp.int32(0),
+        slot=jnp.int32(-1),
+        page_row=jnp.array([2, 4]),
+    )
 
-    def visit(pages, dcp, kind):
+    def visit(pages, rank, dcp, kind, exchange):
+        for module in (attention, paged):
+            monkeypatch.setattr(module, "rank", lambda axes: rank)
         cache = TargetCache(pages, jnp.zeros((1, 1, 2, batch, nodes, kv_heads, head_dim), jnp.bfloat16))
         return VisitAttention(
             geometry=PageGeometry(page_size, dcp),
@@ -163,26 +177,31 @@ def test_a_visit_of_two_ranks_with_the_kernel_is_a_visit_of_one_with_the_referen
             lengths=jnp.array([0, 40]),
             page_table=jnp.array([[0, 0], [3, 1]]),
             ancestors=ancestors,
-            lane=None,
+            lane=lane,
             attention=kind,
+            collectives=SimpleNamespace(exchange=exchange),
         )(cache, 0, q, k, v)[0]
 
     def visit_of_rank(pages, rank, kind, received):
         sent = []
-        monkeypatch.setattr(attention, "rank", lambda axes: rank)
-        monkeypatch.setattr(
-            attention, "exchange", lambda x, axis: sent.append(x) or (x if received is None else received)
-        )
-        return visit(pages, ranks, kind), sent[0]
 
-    monkeypatch.setattr(attention, "rank", lambda axes: 0)
-    expected = visit(pages, 1, "reference").reshape(batch * nodes, ranks, -1)
+        def exchange(x, axis):
+            sent.append(x)
+            return x if received is None else received[len(sent) - 1]
+
+        return visit(pages, rank, ranks, kind, exchange), sent
+
+    expected = visit(pages, 0, 1, "reference", None).reshape(rows, ranks, -1)
     shards = pages.reshape(*pages.shape[:4], ranks, -1, kv_heads, head_dim)
-    sent = jnp.stack([visit_of_rank(shards[:, :, :, :, i], i, "reference", None)[1] for i in range(ranks)])
+    sent = [visit_of_rank(shards[:, :, :, :, i], i, "reference", None)[1] for i in range(ranks)]
+    trees_and_chunk = [jnp.stack(each) for each in zip(*sent, strict=True)]
+    assert len(trees_and_chunk) == 2
     of_rank = jax.jit(functools.partial(visit_of_rank, kind="pallas"))
     for i in range(ranks):
-        actual, sent_by_kernel = of_rank(shards[:, :, :, :, i], jnp.int32(i), received=sent[:, i])
-        np.testing.assert_allclose(sent_by_kernel, sent[i], atol=2**-6)
+        received = [each[:, i] for each in trees_and_chunk]
+        actual, sent_by_kernel = of_rank(shards[:, :, :, :, i], jnp.int32(i), received=received)
+        for found, wanted in zip(sent_by_kernel, sent[i], strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2**-6)
         np.testing.assert_allclose(actual.astype(np.float32), expected[:, i].astype(np.float32), atol=2**-6)
 
 

@@ -30,21 +30,27 @@ _H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 
  device_description_str: "NVIDIA H200\""""
 
 
+def h200_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """Of GPUs that are not there."""
+    count = int(np.prod(shape))
+    devices = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology=f"1x1x{count}").devices
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def compile_for_h200(
     function: Callable[..., Any], arguments: Sequence[Any], monkeypatch: pytest.MonkeyPatch, capfd
 ) -> tuple[jax.stages.Compiled, str]:
-    """The program of one device, and what the assembler says of its kernels: registers, spills, serialisation.
+    """The program, and what the assembler says of its kernels: registers, spills, serialisation.
 
     Args:
       function: jitted.
-      arguments: their shapes.
+      arguments: their shapes; they lie on one device where they don't say otherwise.
     """
     tools = [str(Path(path) / "cu13" / "bin") for path in importlib.util.find_spec("nvidia").submodule_search_locations]
     monkeypatch.setenv("PATH", os.pathsep.join([*tools, os.environ["PATH"]]))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    devices = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1").devices
-    sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,)), P())
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    on_one = NamedSharding(h200_mesh((1,), ("device",)), P())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or on_one), arguments)
     compiled = function.lower(*placed).compile()
     report = "".join(capfd.readouterr())
     assert "sm_90a" in report
