@@ -23,12 +23,14 @@ from flax import nnx
 from generate import bytes_per_round, copy_rate
 
 from jaxspec.cache.pages import PageGeometry
+from jaxspec.cache.plan import check_memory, plan_memory
 from jaxspec.checkpoint.restore import abstract_decoder
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
+from jaxspec.errors import UserError
 from jaxspec.llm import DTYPES, TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
@@ -150,6 +152,11 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         rounds=options.rounds,
     )
     device_mesh = make_mesh(mesh)
+    try:
+        check_memory(plan_memory(spec, device_mesh), device_mesh)
+    except UserError:
+        row = {"mesh": str(mesh), "tail": placement, "batch": batch, "tree": tree}
+        return row | dict.fromkeys(("ms/round", "floor ms", "ratio"), "does not fit")
     engine = Engine(spec, device_mesh, graph, weights, draft_weights)
     started = time.perf_counter()
     program = engine.program(Variant(not options.lane or mesh.pp == 1, options.lane, is_greedy=True, batch=batch))

@@ -1,0 +1,252 @@
+"""Every mesh that fits the devices there are: the same texts as on one device, the memory that was planned, the speed.
+
+    python tools/check_meshes.py
+    python tools/check_meshes.py --meshes 2,2,1 4,1,1 --draft runs/smollm2-eagle3/head --exchange peers
+
+Each mesh is run by a process of its own, which is killed when it takes too long: what it was at is then in the table.
+Texts are SmolLM2's, greedy and sampled, with every draft, tree and placement of the tail. Where a greedy token differs
+from that of one device, `lead` says by how much the likeliest token led the second there: rounding explains small leads
+only. Speeds are those of `bench/step.py`, for random weights of the shape of Llama-3.1-8B.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ONE = "1,1,1"
+MESHES = ["2,1,1", "1,2,1", "1,1,2", "2,2,1", "2,1,2", "1,2,2", "4,1,1", "2,2,2"]
+STEP = Path(__file__).parent / "bench" / "step.py"
+PROMPTS = [
+    "Explain what gravity is in two sentences.",
+    "Write a Python function that reverses a list.",
+    "List three animals that live in the sea, and say one thing about each of them.",
+    "Repeat the word yes ten times.",
+    "What is 17 times 23? Show how you work it out, step by step.",
+]
+GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=0.8, top_p=0.95, seed=7)
+TREES = {"none": ["none"], "ngram": ["chain:4"]}
+HEAD_TREES = ["chain:4", "dynamic:steps=4,topk=4,nodes=16"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="those that don't fit are left out")
+    parser.add_argument("--draft", help="an EAGLE-3 head of SmolLM2, beside n-grams")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--attention", default="reference")
+    parser.add_argument("--exchange", default="xla")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help="only the first N")
+    parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 32768], help="none measures no speeds")
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a mesh")
+    parser.add_argument("--output", type=Path, help="everything as JSON")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_child(options, *options.child)
+        return
+
+    count = run_process(options, "count", ONE)["result"]
+    meshes = [mesh for mesh in options.meshes if math.prod(map(int, mesh.split(","))) <= count]
+    print(f"# {count} devices: meshes {' '.join(meshes) or 'none of those asked for'}", flush=True)
+    expected = run_process(options, "texts", ONE)
+    results = {ONE: expected} | {mesh: run_process(options, "texts", mesh) for mesh in meshes}
+    print("mesh | tail | draft | tree | sampling | tokens | lead | accepted lengths | MiB planned | MiB in use")
+    for mesh in [ONE, *meshes]:
+        show_texts(options, mesh, results[mesh], expected)
+    speeds = list(measure_speeds(options, [ONE, *meshes]))
+    if options.output:
+        options.output.write_text(json.dumps({"texts": results, "speeds": speeds}, indent=1))
+
+
+def show_texts(options: argparse.Namespace, mesh: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A row for each run of a mesh, or one that says where it ended."""
+    if found["end"] != "done":
+        print(mesh, found["end"], f"while it was at: {found['at']}", sep=" | ", flush=True)
+        return
+    by_name = {(run["draft"], run["tree"], run["sampling"]): run for run in expected.get("result") or []}
+    for run in found["result"]:
+        reference = by_name.get((run["draft"], run["tree"], run["sampling"]))
+        verdicts = ["-", "-", "-"] if reference is None else compare(options, run, reference)
+        row = [mesh, run["tail"], run["draft"], run["tree"], run["sampling"], *verdicts, run["planned"], run["in_use"]]
+        print(*row, sep=" | ", flush=True)
+
+
+def compare(options: argparse.Namespace, run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Whether tokens and accepted lengths are those of one device; the largest lead where greedy tokens differ."""
+    answers = list(zip(run["answers"], reference["answers"], strict=True))
+    parted = [(found, wanted) for found, wanted in answers if found["token_ids"] != wanted["token_ids"]]
+    lead = "-"
+    if parted and run["sampling"] == "greedy":
+        texts = []
+        for found, wanted in parted:
+            pairs = enumerate(zip(found["token_ids"], wanted["token_ids"], strict=False))
+            at = next((index for index, (a, b) in pairs if a != b), len(wanted["token_ids"]))
+            texts.append(wanted["prompt"] + wanted["token_ids"][:at])
+        measured = run_process(options, "leads", ONE, texts)
+        lead = f"{max(measured['result']):.2g}" if measured["end"] == "done" else measured["end"]
+    lengths = sum(found["accepted_lengths"] != wanted["accepted_lengths"] for found, wanted in answers)
+    return [verdict(len(parted), len(answers)), lead, verdict(lengths, len(answers))]
+
+
+def verdict(differ: int, count: int) -> str:
+    return f"{differ} of {count} DIFFER" if differ else "same"
+
+
+def measure_speeds(options: argparse.Namespace, meshes: list[str]) -> Iterator[dict[str, Any]]:
+    for context in options.contexts:
+        print(f"# {options.shape}, context {context}: mesh | tail | batch | tree | ms/round | floor ms | ratio")
+        for mesh in meshes:
+            with tempfile.TemporaryDirectory() as directory:
+                rows = Path(directory) / "rows.json"
+                sizes = ["--context", str(context), "--batch", *map(str, options.batch), "--shape", options.shape]
+                command = [sys.executable, str(STEP), "--meshes", mesh, *sizes, "--output", str(rows)]
+                end, _ = wait(command, options.limit)
+                measured = json.loads(rows.read_text()) if rows.is_file() else []
+            if end != "done":
+                print(mesh, end, sep=" | ", flush=True)
+            for row in measured:
+                names = ("mesh", "tail", "batch", "tree", "ms/round", "floor ms", "ratio")
+                print(*(row[name] for name in names), sep=" | ", flush=True)
+                yield row | {"context": context}
+
+
+def run_process(options: argparse.Namespace, task: str, mesh: str, texts: Any = None) -> dict[str, Any]:
+    """A task in a process of its own: how it ended, what it was at, and its result."""
+    with tempfile.TemporaryDirectory() as directory:
+        given, at, result = (Path(directory) / name for name in ("given", "at", "result"))
+        given.write_text(json.dumps(texts))
+        command = [sys.executable, __file__, *arguments_of(options), "--child", f"{task}:{mesh}", directory]
+        end, error = wait(command, options.limit)
+        return {
+            "end": end,
+            "at": at.read_text() if at.is_file() else "start",
+            "error": error,
+            "result": json.loads(result.read_text()) if result.is_file() else None,
+        }
+
+
+def arguments_of(options: argparse.Namespace) -> list[str]:
+    names = ("dtype", "attention", "exchange", "max_tokens", "prompts", "draft")
+    return [f"--{name.replace('_', '-')}={value}" for name in names if (value := getattr(options, name)) is not None]
+
+
+def wait(command: list[str], limit: float) -> tuple[str, str]:
+    """How a process ended: done, failed or HANGS; and the end of what it said on standard error."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(limit)
+            end = "done" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            end = f"HANGS for {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        errors.seek(0)
+        said = errors.read()[-2000:]
+    if end != "done":
+        print(said, file=sys.stderr)
+    return end, said
+
+
+# In a process of its own
+
+
+def run_child(options: argparse.Namespace, task_and_mesh: str, directory: str) -> None:
+    task, _, mesh = task_and_mesh.partition(":")
+    folder = Path(directory)
+
+    def say(what: str) -> None:
+        (folder / "at").write_text(f"{what}, {time.strftime('%H:%M:%S')}")
+
+    given = json.loads((folder / "given").read_text())
+    say("start of JAX")
+    if task == "count":
+        result: Any = count_devices(options)
+    elif task == "leads":
+        result = measure_leads(options, given)
+    else:
+        result = list(make_texts(options, mesh, say))
+    (folder / "result").write_text(json.dumps(result))
+
+
+def count_devices(options: argparse.Namespace) -> int:
+    import jax
+
+    if jax.devices()[0].platform != "cpu":
+        return len(jax.devices())
+    return max(math.prod(map(int, mesh.split(","))) for mesh in options.meshes)  # simulated
+
+
+def measure_leads(options: argparse.Namespace, texts: list[list[int]]) -> list[float]:
+    from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
+    from jaxspec.evaluate.margins import leads
+    from jaxspec.llm import DTYPES
+    from jaxspec.models.registry import read_config
+
+    checkpoint = open_model(DEFAULT_MODEL)
+    return leads(checkpoint, read_config(checkpoint.config), DTYPES[options.dtype], texts)
+
+
+def make_texts(options: argparse.Namespace, mesh: str, say: Any) -> Iterator[dict[str, Any]]:
+    import jax
+
+    from jaxspec import LLM, SamplingParams
+
+    trees = TREES | ({options.draft: HEAD_TREES} if options.draft else {})
+    runs = [(draft, tree) for draft, each in trees.items() for tree in each]
+    for placement in ("last", "spread") if int(mesh.split(",")[0]) > 1 else ("last",):
+        for draft, tree in runs:
+            name = f"draft {draft}, tree {tree}, tail {placement}"
+            say(f"{name}: making it")
+            llm = LLM(
+                draft=draft,
+                tree=tree,
+                mesh=mesh,
+                dtype=options.dtype,
+                tail_placement=placement,
+                attention=options.attention,
+                exchange=options.exchange,
+                max_num_seqs=4,
+                max_model_len=256,
+                report=lambda line, name=name: say(f"{name}: {line}"),
+            )
+            stats = jax.devices()[0].memory_stats()
+            for sampling, settings in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                say(f"{name}: {sampling}")
+                params = SamplingParams(max_tokens=options.max_tokens, **settings)
+                outputs = llm.generate(PROMPTS[: options.prompts], params, show_progress=False)
+                yield {
+                    "tail": placement,
+                    "draft": draft,
+                    "tree": tree,
+                    "sampling": sampling,
+                    "planned": round(llm.memory.total / 2**20),
+                    "in_use": round(stats["bytes_in_use"] / 2**20) if stats else "-",
+                    "answers": [
+                        {
+                            "prompt": output.prompt_token_ids,
+                            "token_ids": output.token_ids,
+                            "accepted_lengths": output.accepted_lengths,
+                        }
+                        for output in outputs
+                    ],
+                }
+            del llm
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast between GPUs
+    main()
