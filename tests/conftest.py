@@ -39,13 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of a file run in one process, and those of meshes in one a model; slow ones are left out."""
+    """Leaves slow tests out."""
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="slow: run it with --full"))
-        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        group = f"{item.path.stem}-{case['model']}" if isinstance(case, dict) else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

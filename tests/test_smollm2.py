@@ -162,6 +162,7 @@ def write_head(path: Path, drafted: list[int] | None = None) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_greedy_tokens_do_not_depend_on_an_eagle3_head(reference, tmp_path):
     cases = [reference["greedy"][0], reference["greedy"][7]]
     head = str(write_head(tmp_path / "head"))

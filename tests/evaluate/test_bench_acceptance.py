@@ -5,6 +5,7 @@ import json
 import pytest
 from test_acceptance import DRAFTED
 from test_cli import HEAD, fails, needs_model
+from tiny import make_target
 
 from jaxspec.checkpoint.staging import whole_file
 from jaxspec.cli import main
@@ -24,12 +25,11 @@ def prompts(tmp_path):
     return str(path)
 
 
-@needs_model
 def test_a_draft_is_measured_against_plain_decoding(prompts, tmp_path, capfd):
     pytest.importorskip("matplotlib")
     output = tmp_path / "new" / "results"
     sizes = ["--max-tokens", "6", "--max-num-seqs", "1", "--limit", "2", "--dtype", "float32"]
-    options = ["--draft", "ngram", "--tree", "chain:2", "--output", str(output)]
+    options = ["--model", str(make_target(tmp_path)), "--draft", "ngram", "--tree", "chain:2", "--output", str(output)]
     assert main(["bench", "acceptance", prompts, *options, *sizes]) == 0
     assert sorted(path.name for path in output.iterdir()) == ["acceptance.json", "acceptance.png"]
     result = json.loads((output / "acceptance.json").read_text())

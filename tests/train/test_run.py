@@ -18,7 +18,6 @@ from jaxspec.train import run
 from jaxspec.train.config import TrainConfig, TrainMesh, read_train_config
 
 STEPS = 100
-pytestmark = pytest.mark.xdist_group("test_run")
 
 
 @dataclasses.dataclass(frozen=True)
