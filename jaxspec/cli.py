@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,7 @@ from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.config import read_train_config
 from jaxspec.train.run import train
 
+_SECONDS_TO_RETURN = 0.1
 _DRAFTED, _PLAIN = "\033[32m", "\033[0m"
 
 
@@ -56,7 +58,10 @@ def _no_interrupt_is_lost() -> Iterator[None]:
 
     def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            _thread.interrupt_main()
+            # Not at once: it would be raised in this very function, and be lost again.
+            again = threading.Timer(_SECONDS_TO_RETURN, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
         else:
             before(unraisable)
 

