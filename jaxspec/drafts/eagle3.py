@@ -22,7 +22,7 @@ from jaxspec.cache import draft as draft_cache
 from jaxspec.cache.draft import DraftPages
 from jaxspec.checkpoint.eagle3_files import open_head
 from jaxspec.checkpoint.restore import TensorReader, abstract_module, place
-from jaxspec.drafts.eagle3_config import Eagle3Config, eagle3_tensor_shapes, read_eagle3_config
+from jaxspec.drafts.eagle3_config import Eagle3Config, eagle3_tensor_shapes, read_eagle3_config, usual_taps
 from jaxspec.drafts.eagle3_head import Eagle3Head, head_axes, pack_head
 from jaxspec.drafts.growth import Candidates, Level, grow
 from jaxspec.drafts.interface import DraftContext, Drafter, DraftTree
@@ -89,7 +89,7 @@ class Eagle3(Drafter):
         if taps is not None:
             wanted = tuple(taps)
         elif wanted is None:
-            wanted = (2, target.num_layers // 2, target.num_layers - 3)
+            wanted = usual_taps(target.num_layers)
             if list(wanted) != sorted(set(wanted)):
                 raise UserError(
                     f"the draft's files name no layers, and the usual taps {list(wanted)} of a target of "

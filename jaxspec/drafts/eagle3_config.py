@@ -228,6 +228,11 @@ def check_vocabulary(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -
         )
 
 
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """What heads read of a target of so many layers where their files name nothing."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def tap_norm(part: int) -> str:
     return f"fc_norm.{part}.weight"
 

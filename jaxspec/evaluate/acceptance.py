@@ -153,23 +153,24 @@ def measure(llm: LLM, questions: Sequence[Question], params: SamplingParams, num
     )
 
 
-def with_leads(run: Run, measure: Callable[[Sequence[Sequence[int]]], Sequence[float]]) -> Run:
-    """The run with the leads of all answers that differ from plain decoding's.
+def with_leads(runs: Sequence[Run], measure: Callable[[Sequence[Sequence[int]]], Sequence[float]]) -> list[Run]:
+    """The runs with the leads of all answers that differ from plain decoding's.
 
     Args:
-      measure: the leads after some texts, given as tokens.
+      measure: the leads after some texts, given as tokens; called once, for all runs.
     """
     texts = [
         [*answer.output.prompt_token_ids, *answer.output.token_ids[: answer.first_difference]]
+        for run in runs
         for answer in run.answers
         if answer.first_difference is not None
     ]
     leads = iter(measure(texts))
-    answers = [
-        answer if answer.first_difference is None else dataclasses.replace(answer, lead=next(leads))
-        for answer in run.answers
-    ]
-    return dataclasses.replace(run, answers=tuple(answers))
+
+    def led(answer: Answer) -> Answer:
+        return answer if answer.first_difference is None else dataclasses.replace(answer, lead=next(leads))
+
+    return [dataclasses.replace(run, answers=tuple(map(led, run.answers))) for run in runs]
 
 
 def context_for(questions: Sequence[Question], max_tokens: int, tokenizer: Tokenizer, limit: int) -> int:

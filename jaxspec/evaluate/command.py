@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> None:
     questions = [question for path in options.prompts for question in read_questions(path, options.limit)]
     device = make_mesh(mesh).devices.flat[0]
     checkpoint = open_model(options.model)
-    limit = read_config(checkpoint.config).max_positions
-    context = context_for(questions, options.max_tokens, Tokenizer.load(checkpoint.path), limit)
+    config = read_config(checkpoint.config)
+    context = context_for(questions, options.max_tokens, Tokenizer.load(checkpoint.path), config.max_positions)
     if options.output is not None:
         _make_directory(options.output)
     start = functools.partial(
@@ -106,8 +106,7 @@ def run(options: argparse.Namespace) -> None:
         drafted.append(_measure(start, questions, params, options.max_num_seqs, draft, tree, plain))
     if params.is_greedy:
         gc.collect()
-        measured = functools.partial(leads, checkpoint, read_config(checkpoint.config), DTYPES[plain.dtype])
-        drafted = [with_leads(run, measured) for run in drafted]
+        drafted = with_leads(drafted, functools.partial(leads, checkpoint, config, DTYPES[plain.dtype]))
     print(as_tables(plain, drafted))
     if options.output is not None:
         settings = {

@@ -18,6 +18,7 @@ from jaxspec.drafts.eagle3_config import (
     TARGET_TO_DRAFT,
     Eagle3Config,
     eagle3_tensor_shapes,
+    usual_taps,
 )
 from jaxspec.errors import UserError
 from jaxspec.models import tensors
@@ -35,7 +36,7 @@ def head_config(wanted: HeadConfig, target: ModelConfig) -> Eagle3Config:
       UserError: they don't fit the target.
     """
     depth, vocab_size = target.num_layers, target.vocab_size
-    taps = (2, depth // 2, depth - 3) if wanted.taps is None else wanted.taps
+    taps = usual_taps(depth) if wanted.taps is None else wanted.taps
     if wanted.taps is None and list(taps) != sorted(set(taps)):
         raise UserError(f"the usual taps {list(taps)} of a target of {depth} layers are not ascending: give head.taps")
     check_taps(taps, depth)
@@ -137,7 +138,7 @@ def export_head(
 
 
 def _published_config(config: Eagle3Config, target: ModelConfig) -> dict[str, Any]:
-    layer, depth = config.layer, target.num_layers
+    layer = config.layer
     published: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -159,8 +160,8 @@ def _published_config(config: Eagle3Config, target: ModelConfig) -> dict[str, An
     }
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     published |= {flag: True for flag in flags if getattr(config, flag)}
-    if config.taps != (2, depth // 2, depth - 3):
-        assert config.taps is not None
+    assert config.taps is not None
+    if config.taps != usual_taps(target.num_layers):
         outputs = [tap - 1 for tap in config.taps]
         published["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
     return published

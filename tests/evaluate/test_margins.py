@@ -30,7 +30,7 @@ def test_answers_that_differ_get_the_lead_where_they_first_do():
         asked.extend(texts)
         return [0.0125]
 
-    run = with_leads(DRAFTED, measure)
+    (run,) = with_leads([DRAFTED], measure)
     assert asked == [[1, 2]]  # the prompt: the third answer differs from its first token on
     assert [answer.lead for answer in run.answers] == [None, None, 0.0125]
     line = as_tables(DRAFTED, [run]).splitlines()[-1]
