@@ -16,13 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic
 from pallas_kernels.chunk_prefill.plan import ROWS, TILE, Plan, unsupported
 from pallas_kernels.chunk_prefill.tiles import Tiles
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
-
-_LOG2_E = math.log2(math.e)
-_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 class Prefix(NamedTuple):
@@ -83,10 +81,7 @@ def chunk_prefill(
     broken = _unsupported(q, chunk, prefix, scale)
     if broken:
         raise ValueError(f"{broken}; use the reference (attention='reference') for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
 
     new = chunk or ()
     prefix_size = prefix.page_row.shape[0] * prefix.pages.shape[3] if prefix else 0
@@ -107,8 +102,8 @@ def _kv_heads(chunk: tuple[Array, ...], prefix: Prefix | None) -> int:
 
 def _unsupported(q, chunk, prefix: Prefix | None, scale: float) -> str | None:
     """As `plan.unsupported`, and where the arguments disagree with each other."""
-    if not scale > 0:
-        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    if broken := mosaic.unsupported_scale(scale):
+        return broken
     keys: dict[str, Array] = {}
     if chunk is not None:
         keys |= {"the chunk's keys": chunk[0], "the chunk's values": chunk[1]}
@@ -143,7 +138,7 @@ def _call(
     """Partial outputs f32[splits, R, X, D] and log-sum-exps f32[splits, X, R]; X are the sets of packed heads."""
     rows, sets, d = q.shape
     splits, stages, warpgroups, packed = plan.splits, plan.stages, plan.warpgroups, plan.packed
-    to_log2 = scale * _LOG2_E
+    to_log2 = scale * mosaic.LOG2_E
     kv_heads = _kv_heads(chunk, prefix)
     sets_per_kv_head = sets // kv_heads
     operands = [q, *chunk]
@@ -223,16 +218,16 @@ def _call(
             """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
             if is_masked:
                 tiles = block.tiles
-                row = block.first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
+                row = block.first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.ROW)
                 of_chunk = tiles.is_of_chunk(n)
                 begin = jnp.where(of_chunk, tiles.first_of_chunk(n) - 1, tiles.first_of_prefix(n) - tiles.length)
                 # A sum, since a scalar can't choose between vectors.
                 limit = token_of(row) * of_chunk.astype(jnp.int32) - begin
-                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=_MATRIX)
+                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=mosaic.MATRIX)
                 # Every row sees some key of a tile: blocks don't straddle the diagonals of two.
-                scores = jnp.where(key < _over(limit, TILE), scores, NO_KEYS)
+                scores = jnp.where(key < mosaic.over(limit, TILE), scores, NO_KEYS)
             new_top = jnp.maximum(top, scores.max(axis=1))
-            weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
+            weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
             shrink = jnp.exp2((top - new_top) * to_log2)
             return weights, new_top, total * shrink + weights.sum(axis=1), shrink
 
@@ -241,8 +236,8 @@ def _call(
 
             @pl.when(me == 0)
             def _():
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
-                values = plgpu.load(values_ref, layout=_MATRIX)
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=mosaic.MATRIX)
+                values = plgpu.load(values_ref, layout=mosaic.MATRIX)
                 values_ref[...] = jnp.where(token < count, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(clean)
@@ -251,7 +246,7 @@ def _call(
 
         def finish(carry, values):
             acc, weights, top, total = carry
-            return _sum(acc, weights, values, interpret) * _over(1 / total, d), top * scale + jnp.log(total)
+            return _sum(acc, weights, values, interpret) * mosaic.over(1 / total, d), top * scale + jnp.log(total)
 
         def write(block: _Block, output, lse):
             o_s.at[me][...] = output
@@ -296,10 +291,14 @@ def _call(
                 )
                 release(n - 1, v_free)
                 # Rounded only now: until here the tensor cores read the weights before from these registers.
-                return acc * _over(shrink, d), weights.astype(q.dtype), top, total
+                return acc * mosaic.over(shrink, d), weights.astype(q.dtype), top, total
 
             start, end = tiles.start, tiles.end
-            acc, top, total = _full((ROWS, d), 0.0, _MATRIX), _full((ROWS,), NO_KEYS, _ROW), _full((ROWS,), 0.0, _ROW)
+            acc, top, total = (
+                mosaic.full((ROWS, d), 0.0, mosaic.MATRIX),
+                mosaic.full((ROWS,), NO_KEYS, mosaic.ROW),
+                mosaic.full((ROWS,), 0.0, mosaic.ROW),
+            )
             plgpu.barrier_wait(q_in.at[me])
 
             @pl.when(start == end)
@@ -409,14 +408,6 @@ def _sum(acc, weights, values, interpret):
         plgpu.commit_smem()  # unlike the tensor cores' reads, this one is not in order with the next copy
         return acc + jnp.dot(weights, loaded, preferred_element_type=jnp.float32)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
-
-
-def _over(rows: Array, width: int) -> Array:
-    return lax.broadcast_in_dim(rows, (ROWS, width), [0])
-
-
-def _full(shape: tuple[int, ...], value: float, layout) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _pad(x: Array, multiple: int) -> Array:

@@ -9,7 +9,6 @@ is the last tile. Tiles come by TMA through the page table while earlier ones ar
 
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
-
-_LOG2_E = math.log2(math.e)
-_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def context_decode(
@@ -91,20 +88,20 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
     ) or _inconsistent(q, pages, tree, scale)
     if broken:
         raise ValueError(f"{broken}; use the reference (attention='reference') for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
 
     tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
     # Blocks of a cluster are simulated at once, which not every machine has the threads for.
     plan = plan or Plan.of(b, t * group, kv_heads, d, tiles, may_cluster=not interpret)
     grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
-    padded = _pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
+    padded = mosaic.pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
     operands = [padded, pages.reshape(-1, *pages.shape[3:]), page_table.astype(jnp.int32), lengths.astype(jnp.int32)]
     if tree is not None:
         k, v, ancestors = tree
-        operands += [*(_pad(x, 1, copied_rows(t)) for x in (k, v)), _row_bits(ancestors, group, plan)]
+        operands += [
+            *(mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)),
+            mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows),
+        ]
     output, lse = _call(plan, operands, layer * 2 * pages.shape[2], pages.shape[2], scale, interpret or None)
     lse = lse[..., : plan.rows]
     if output.shape[2] == 1:
@@ -117,19 +114,12 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
 
 
 def _inconsistent(q, pages, tree, scale) -> str | None:
-    if not scale > 0:
-        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    if broken := mosaic.unsupported_scale(scale):
+        return broken
     for name, x in [("q", q)] + ([("tree_k", tree[0]), ("tree_v", tree[1])] if tree else []):
         if x.dtype != pages.dtype:
             return f"{name} is {x.dtype.name} and the cache {pages.dtype.name}: both must be the same"
     return None
-
-
-def _row_bits(ancestors: UInt32[Array, "B T 2"], group: int, plan: Plan) -> Int[Array, "B 2 row_tiles 64"]:
-    """The ancestor words of each query row; a node's heads are consecutive rows."""
-    words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), group, axis=2)
-    tiles = _pad(words, 2, plan.row_tiles * plan.rows).reshape(*words.shape[:2], plan.row_tiles, plan.rows)
-    return _pad(tiles, 3, TILE)
 
 
 def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: float, interpret):
@@ -143,7 +133,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     cluster = splits if plan.is_cluster else 1
     share = min(64, d // cluster)  # columns of the output that are staged as one, and that a block of a cluster merges
-    to_log2 = scale * _LOG2_E
+    to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
         tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
@@ -219,23 +209,23 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
             if is_visible is not None:
                 scores = jnp.where(is_visible, scores, NO_KEYS)
             new_top = jnp.maximum(top, scores.max(axis=1))
-            weights = jnp.exp2(scores * to_log2 - _over(new_top * to_log2, TILE))
+            weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
             if is_visible is not None:
                 weights = jnp.where(is_visible, weights, 0.0)
             rescale = jnp.exp2((top - new_top) * to_log2)
             p_s[...] = weights.astype(q.dtype)
             plgpu.commit_smem()
-            return acc * _over(rescale, d), new_top, total * rescale + weights.sum(axis=1)
+            return acc * mosaic.over(rescale, d), new_top, total * rescale + weights.sum(axis=1)
 
         def add_values(slot, carry):
             acc, top, total = carry
-            return acc + _dot(p_s, v_s.at[slot], d), top, total
+            return acc + mosaic.dot(p_s, v_s.at[slot], d), top, total
 
         def whole_tile(tile, carry):
             *carry, where = carry
             slot = slot_of(tile)
             plgpu.barrier_wait(k_in.at[slot])
-            scores = _dot(q_s, k_s.at[slot].T, TILE)
+            scores = mosaic.dot(q_s, k_s.at[slot].T, TILE)
             refill(tile, where, 0, k_s, k_in, k_free)
             carry = soften(scores, carry)
             plgpu.barrier_wait(v_in.at[slot])
@@ -262,32 +252,32 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
             # A weight of 0 would let a NaN through that an earlier owner left in the page.
             @pl.when(me == 0)
             def _():
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=_MATRIX)
-                values = plgpu.load(v_s.at[slot], layout=_MATRIX)
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=mosaic.MATRIX)
+                values = plgpu.load(v_s.at[slot], layout=mosaic.MATRIX)
                 v_s.at[slot][...] = jnp.where(token < count, values, jnp.zeros_like(values))
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
             plgpu.barrier_wait(clean)
-            token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
+            token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
             is_visible = token < count
             if tree:
-                low, high = (
-                    _over(plgpu.load(bits_ref.at[sequence, word, row_tile], layout=_ROW, optimized=False), TILE)
-                    for word in (0, 1)
-                )
-                bit = jnp.right_shift(jnp.where(token < 32, low, high), token & 31) & 1
-                is_visible = is_visible & ((bit == 1) | (tile < prefix))
-            return add_values(slot, soften(_dot(q_s, k_s.at[slot].T, TILE), carry, is_visible))
+                words = [bits_ref.at[sequence, word, row_tile] for word in (0, 1)]
+                is_visible = is_visible & (mosaic.sees(words, token) | (tile < prefix))
+            return add_values(slot, soften(mosaic.dot(q_s, k_s.at[slot].T, TILE), carry, is_visible))
 
-        empty = _full((TILE, d), 0.0, _MATRIX), _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        empty = (
+            mosaic.full((TILE, d), 0.0, mosaic.MATRIX),
+            mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
+            mosaic.full((TILE,), 0.0, mosaic.ROW),
+        )
         whole_end = jnp.clip(full, start, end)
         *carry, _ = lax.fori_loop(start, whole_end, whole_tile, (*empty, pages_of(start + stages)))
         acc, top, total_weight = lax.fori_loop(whole_end, end, masked_tile, tuple(carry))
 
         has_keys = total_weight > 0
         divisor = jnp.where(has_keys, total_weight, 1.0)
-        acc = acc / _over(divisor, d)
+        acc = acc / mosaic.over(divisor, d)
         lse = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
 
         def put_lse(lse, target):
@@ -317,27 +307,28 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         plgpu.barrier_arrive(all_written)
         plgpu.barrier_wait(all_written)
         lses = [
-            plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=_ROW, optimized=False) for i in range(cluster)
+            plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=mosaic.ROW, optimized=False)
+            for i in range(cluster)
         ]
         top = functools.reduce(jnp.maximum, lses)
         weights = [jnp.exp(lse - top) for lse in lses]
         total_weight = functools.reduce(jnp.add, weights)
         mine = split * share
-        merged = _full((TILE, share), 0.0, _MATRIX)
+        merged = mosaic.full((TILE, share), 0.0, mosaic.MATRIX)
         for batch in itertools.batched(range(cluster), 64 // share):
             for i, other in enumerate(batch):
                 source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
                 plgpu.copy_gmem_to_smem(source, o_s.at[i, pl.ds(0, rows)], merge_in.at[me])
             plgpu.barrier_wait(merge_in.at[me])
             for i, other in enumerate(batch):
-                merged += plgpu.load(o_s.at[i], layout=_MATRIX) * _over(weights[other], share)
+                merged += plgpu.load(o_s.at[i], layout=mosaic.MATRIX) * mosaic.over(weights[other], share)
             plgpu.commit_smem()
 
         @pl.when(split == 0)
         def _():
             put_lse(top + jnp.log(total_weight), merged_lse_ref.at[sequence, head, 0, row_tile])
 
-        put_output(merged / _over(total_weight, share), mine, merged_ref.at[sequence, head, 0, row_tile])
+        put_output(merged / mosaic.over(total_weight, share), mine, merged_ref.at[sequence, head, 0, row_tile])
 
     def operand(*shape):
         """As wgmma reads it from shared memory."""
@@ -387,25 +378,3 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)[-2:]
-
-
-def _dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
-    """Operands in shared memory: the form that the interpreter runs too."""
-
-    def run(acc):
-        plgpu.wgmma(acc, lhs, rhs)
-        return acc[...]  # waits for the product
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, width), jnp.float32))
-
-
-def _over(rows: Array, width: int) -> Array:
-    return lax.broadcast_in_dim(rows, (TILE, width), [0])
-
-
-def _full(shape: tuple[int, ...], value: float, layout) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _pad(x: Array, axis: int, size: int) -> Array:
-    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])

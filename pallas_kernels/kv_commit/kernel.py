@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import mosaic
+
 _BOX = 256  # elements of a dimension that the TMA copies at once
 _BLOCK_BYTES = 2**15  # of shared memory: several blocks on a multiprocessor, so that their waits overlap
 
@@ -48,10 +50,7 @@ def commit_rows(
     broken = unsupported(dtype=pages.dtype, pending_dtype=pending.dtype, kv_heads=kv_heads, head_dim=head_dim)
     if broken:
         raise ValueError(f"{broken}; use the reference for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
 
     lines, columns = _fold(kv_heads * head_dim)
     slabs = pages.shape[0] * pages.shape[1]  # keys and values of a layer are one each

@@ -23,7 +23,6 @@ What decides the form is that a row of keys is 576 wide and that its first 512 a
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +31,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.latent_decode.plan import Plan, unsupported
 from pallas_kernels.latent_decode.reference import KEY, LATENT, ROPE
 from pallas_kernels.lse_merge.kernel import merge_splits
 
-_LOG2_E = math.log2(math.e)
-_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 _HALF = LATENT // 2
 _SLOTS = 2  # tiles in shared memory; warpgroup w computes the scores of slot w
 
@@ -107,14 +105,11 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
     ) or _inconsistent(q, pages, tree, scale)
     if broken:
         raise ValueError(f"{broken}; use the reference (attention='reference') for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
 
     tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
     plan = plan or Plan.of(b, t * h, tiles)
-    padded = _pad(q.reshape(b, t * h, width), 1, plan.row_tiles * plan.rows)
+    padded = mosaic.pad(q.reshape(b, t * h, width), 1, plan.row_tiles * plan.rows)
     operands = [
         padded.reshape(b, plan.row_tiles, plan.rows, width),
         pages.reshape(-1, *pages.shape[2:]),
@@ -123,7 +118,7 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
     ]
     if tree is not None:
         rows, ancestors = tree
-        operands += [_pad(rows, 1, TILE), _row_bits(ancestors, h, plan)]
+        operands += [mosaic.pad(rows, 1, TILE), mosaic.row_bits(ancestors, h, plan.row_tiles, plan.rows)]
     output, lse = _call(plan, operands, layer * pages.shape[1], t, scale, interpret or None)
     output, lse = output.reshape(b, plan.splits, -1, LATENT), lse.reshape(b, plan.splits, -1)
     if plan.splits == 1:
@@ -134,21 +129,14 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
 
 
 def _inconsistent(q, pages, tree, scale) -> str | None:
-    if not scale > 0:
-        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    if broken := mosaic.unsupported_scale(scale):
+        return broken
     for name, x in [("q", q)] + ([("tree", tree[0])] if tree else []):
         if x.dtype != pages.dtype:
             return f"{name} is {x.dtype.name} and the cache {pages.dtype.name}: both must be the same"
         if x.shape[-1] != pages.shape[-1]:
             return f"{name} has rows of {x.shape[-1]} values and the cache of {pages.shape[-1]}: both must be the same"
     return None
-
-
-def _row_bits(ancestors: UInt32[Array, "B T 2"], heads: int, plan: Plan) -> Int[Array, "B 2 row_tiles 64"]:
-    """The ancestor words of each query row; a node's heads are consecutive rows."""
-    words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), heads, axis=2)
-    tiles = _pad(words, 2, plan.row_tiles * plan.rows).reshape(*words.shape[:2], plan.row_tiles, plan.rows)
-    return _pad(tiles, 3, TILE)
 
 
 def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float, interpret):
@@ -159,7 +147,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
     part = min(page_size, TILE)  # tokens that one copy brings
     parts, tiles_per_page = TILE // part, page_size // part
     splits = plan.splits
-    to_log2 = scale * _LOG2_E
+    to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
         tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
@@ -207,15 +195,11 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             """What a query row does not see becomes -inf; whole tiles of the prefix pass as they are."""
 
             def masked():
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
                 is_visible = token < present(tile)
                 if tree:
-                    low, high = (
-                        _over(plgpu.load(bits_ref.at[sequence, word, row_tile], layout=_ROW, optimized=False), TILE)
-                        for word in (0, 1)
-                    )
-                    bit = jnp.right_shift(jnp.where(token < 32, low, high), token & 31) & 1
-                    is_visible = is_visible & ((bit == 1) | (tile < prefix))
+                    words = [bits_ref.at[sequence, word, row_tile] for word in (0, 1)]
+                    is_visible = is_visible & (mosaic.sees(words, token) | (tile < prefix))
                 return jnp.where(is_visible, scores, -jnp.inf)
 
             return lax.cond(tile < full, lambda: scores, masked)
@@ -263,7 +247,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             """Weights of a tile, for both warpgroups; returns the running maximum with it, and their sum."""
             slot = slot_of(tile)
             top = jnp.maximum(top, scores.max(axis=1))
-            weights = jnp.exp2(scores * to_log2 - _over(top * to_log2, TILE))
+            weights = jnp.exp2(scores * to_log2 - mosaic.over(top * to_log2, TILE))
             rope_s.at[slot][...] = weights.astype(q.dtype)
             top_s.at[slot][...] = top
             plgpu.commit_smem()
@@ -273,7 +257,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
         def await_top(tile):
             """The running maximum after the other warpgroup's tile, once its weights are there."""
             plgpu.barrier_wait(is_ready.at[slot_of(tile)])
-            return plgpu.load(top_s.at[slot_of(tile)], layout=_ROW), _full((TILE,), 0.0, _ROW)
+            return plgpu.load(top_s.at[slot_of(tile)], layout=mosaic.ROW), mosaic.full((TILE,), 0.0, mosaic.ROW)
 
         def clean(tile):
             """A weight of 0 would let a NaN through that an earlier owner left in the page."""
@@ -283,8 +267,8 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             def _():
                 for column in range(0, _HALF, 64):
                     values_s = halves_s.at[me, slot_of(tile), :, pl.ds(column, 64)]
-                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_MATRIX)
-                    values = plgpu.load(values_s, layout=_MATRIX)
+                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=mosaic.MATRIX)
+                    values = plgpu.load(values_s, layout=mosaic.MATRIX)
                     values_s[...] = jnp.where(token < tokens, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
@@ -294,7 +278,9 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             slot = slot_of(tile)
             is_mine, is_next_mine = slot == me, (slot != me) & (tile + 1 < end)
             where = pages_of(tile + _SLOTS)
-            scores = lax.cond(is_next_mine, lambda: score(tile + 1), lambda: _full((TILE, TILE), 0.0, _MATRIX))
+            scores = lax.cond(
+                is_next_mine, lambda: score(tile + 1), lambda: mosaic.full((TILE, TILE), 0.0, mosaic.MATRIX)
+            )
             new_top, weight = lax.cond(is_mine, lambda: mine, lambda: await_top(tile))
             rescale = jnp.exp2((top - new_top) * to_log2)
             clean(tile)
@@ -303,7 +289,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
                 return lax.cond(is_next_mine, lambda: soften(tile + 1, scores, new_top), lambda: mine)
 
             acc, mine = _multiply_add(
-                acc * _over(rescale, _HALF), rope_s.at[slot], halves_s.at[me, slot], meanwhile, bool(interpret)
+                acc * mosaic.over(rescale, _HALF), rope_s.at[slot], halves_s.at[me, slot], meanwhile, bool(interpret)
             )
 
             @pl.when(tile + _SLOTS < end)
@@ -321,8 +307,8 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
             pl.when(start + ahead < end)(functools.partial(bring, start + ahead, pages_of(start + ahead)))
 
         plgpu.barrier_wait(q_in)
-        acc = _full((TILE, _HALF), 0.0, _MATRIX)
-        none, no_weight = _full((TILE,), NO_KEYS, _ROW), _full((TILE,), 0.0, _ROW)
+        acc = mosaic.full((TILE, _HALF), 0.0, mosaic.MATRIX)
+        none, no_weight = mosaic.full((TILE,), NO_KEYS, mosaic.ROW), mosaic.full((TILE,), 0.0, mosaic.ROW)
         mine = lax.cond((me == 0) & (start < end), lambda: soften(start, score(start), none), lambda: (none, no_weight))
         acc, top, total, _ = lax.fori_loop(start, end, step, (acc, none, no_weight, mine))
 
@@ -330,11 +316,11 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
         total_s.at[me][...] = total
         plgpu.barrier_arrive(is_done)
         plgpu.barrier_wait(is_done)
-        total = total + plgpu.load(total_s.at[1 - me], layout=_ROW)
+        total = total + plgpu.load(total_s.at[1 - me], layout=mosaic.ROW)
         has_keys = total > 0
         divisor = jnp.where(has_keys, total, 1.0)
         here = (sequence, split, row_tile)
-        o_s.at[me][...] = acc / _over(divisor, _HALF)
+        o_s.at[me][...] = acc / mosaic.over(divisor, _HALF)
 
         @pl.when(me == 0)
         def _():
@@ -395,15 +381,3 @@ def _multiply_add(acc, lhs, rhs, meanwhile, is_simulated: bool):
         return (acc + product if is_simulated else product), other
 
     return pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
-
-
-def _over(rows: Array, width: int) -> Array:
-    return lax.broadcast_in_dim(rows, (TILE, width), [0])
-
-
-def _full(shape: tuple[int, ...], value: float, layout) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _pad(x: Array, axis: int, size: int) -> Array:
-    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic
 from pallas_kernels.context_decode.reference import NO_KEYS
 
 _THREADS = 128
@@ -43,10 +44,7 @@ def merge_splits(
     b, parts, _, d = outputs.shape
     if d % _THREADS:
         raise ValueError(f"rows of {d} values must be a multiple of {_THREADS}, one a thread; use merge for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
 
     chunks = -(-parts // _IN_FLIGHT)
     size = -(-parts // chunks)

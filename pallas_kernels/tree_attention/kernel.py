@@ -8,8 +8,6 @@ a whole tile too: its two products take some hundred cycles, and products withou
 far more for many.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,12 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import LSE_COLUMNS
 
-_LOG2_E = math.log2(math.e)
-_MATRIX, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 _TILE_ROWS = 8  # of a tile of wgmma operands in shared memory
 _PART_ROWS = 4 * TILE  # of all parts in shared memory at once: what fits with a head_dim of 128
 
@@ -62,10 +59,7 @@ def tree_join(
     ) or _inconsistent(q, k, v, parts, scale)
     if broken:
         raise ValueError(f"{broken}; use the reference (attention='reference') for this")
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+    interpret = mosaic.simulation(interpret)
     rows = copied_rows(t)
     q, k, v = (jnp.pad(x, ((0, 0), (0, rows - t), (0, 0), (0, 0))) for x in (q, k, v))
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, rows - t), (0, 0), (0, 0)))
@@ -77,8 +71,8 @@ def tree_join(
 
 def _inconsistent(q, k, v, parts, scale) -> str | None:
     b, t, h, d = q.shape
-    if not scale > 0:
-        return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    if broken := mosaic.unsupported_scale(scale):
+        return broken
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype.name} and q {q.dtype.name}: both must be the same"
@@ -101,7 +95,7 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
     slots, slot_rows = ranks, part_rows
     if (slots - 1) * slot_rows + TILE > _PART_ROWS:
         slots, slot_rows = _PART_ROWS // TILE, TILE
-    to_log2 = scale * _LOG2_E
+    to_log2 = scale * mosaic.LOG2_E
 
     def body(first_ref, q_ref, k_ref, v_ref, words_ref, parts_ref, out_ref, q_s, k_s, v_s, p_s, parts_s, *arrived):
         q_in, k_in, v_in, part_in = arrived
@@ -120,23 +114,19 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
         for rank in range(slots):
             fetch_part(rank)
 
-        node = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=_MATRIX)
-        low, high = (
-            _over(plgpu.load(words_ref.at[sequence, word], layout=_ROW, optimized=False), TILE) for word in (0, 1)
-        )
-        bit = jnp.right_shift(jnp.where(node < 32, low, high), node & 31) & 1
-        is_visible = bit == 1
+        node = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
+        is_visible = mosaic.sees([words_ref.at[sequence, word] for word in (0, 1)], node)
 
         plgpu.barrier_wait(q_in)
         plgpu.barrier_wait(k_in)
-        scores = jnp.where(is_visible, _dot(q_s, k_s.T, TILE) * to_log2, NO_KEYS)
+        scores = jnp.where(is_visible, mosaic.dot(q_s, k_s.T, TILE) * to_log2, NO_KEYS)
         top = scores.max(axis=1)
-        weights = jnp.where(is_visible, jnp.exp2(scores - _over(top, TILE)), 0.0)
+        weights = jnp.where(is_visible, jnp.exp2(scores - mosaic.over(top, TILE)), 0.0)
         total = weights.sum(axis=1)
         p_s[...] = weights.astype(q.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(v_in)
-        acc = _dot(p_s, v_s, d)
+        acc = mosaic.dot(p_s, v_s, d)
 
         for slot in range(slots):
             plgpu.barrier_wait(part_in.at[slot])
@@ -145,12 +135,12 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
             if rank >= slots:
                 plgpu.barrier_wait(part_in.at[slot])
             # 64 rows, as registers hold them; those beyond the nodes are another part's or nothing, and never stored.
-            part = plgpu.load(parts_s.at[pl.ds(slot * slot_rows, TILE)], layout=_MATRIX)
+            part = plgpu.load(parts_s.at[pl.ds(slot * slot_rows, TILE)], layout=mosaic.MATRIX)
             # The sentinel of no keys stays one and the same under the factor.
-            lse = jnp.maximum(part[:, d:].max(axis=1) * _LOG2_E, NO_KEYS)
+            lse = jnp.maximum(part[:, d:].max(axis=1) * mosaic.LOG2_E, NO_KEYS)
             new_top = jnp.maximum(top, lse)
             rescale, weight = jnp.exp2(top - new_top), jnp.exp2(lse - new_top)
-            acc = acc * _over(rescale, d) + part[:, :d] * _over(weight, d)
+            acc = acc * mosaic.over(rescale, d) + part[:, :d] * mosaic.over(weight, d)
             total = total * rescale + weight
             top = new_top
             if rank + slots < ranks:
@@ -158,7 +148,7 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
                 fetch_part(rank + slots)
 
         # The queries are no longer needed.
-        q_s[...] = (acc / _over(total, d)).astype(q.dtype)
+        q_s[...] = (acc / mosaic.over(total, d)).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s, out_ref.at[sequence, whole, own])
         plgpu.wait_smem_to_gmem(0)
@@ -188,17 +178,3 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
-
-
-def _dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
-    """Operands in shared memory: the form that the interpreter runs too."""
-
-    def run(acc):
-        plgpu.wgmma(acc, lhs, rhs)
-        return acc[...]  # waits for the product
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, width), jnp.float32))
-
-
-def _over(rows: Array, width: int) -> Array:
-    return lax.broadcast_in_dim(rows, (TILE, width), [0])

@@ -1,0 +1,68 @@
+"""What the kernels for Hopper share: the layouts of wgmma in registers, products, and how kernels are simulated."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+WGMMA_ROWS = 64  # of the first operand of one wgmma, which a warpgroup does
+LOG2_E = math.log2(math.e)
+MATRIX, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+
+
+def simulation(interpret: bool | plgpu.InterpretGPUParams | None) -> plgpu.InterpretGPUParams | Literal[False]:
+    """How a kernel is simulated, or False where it is not; None simulates it where the CPU is the default backend."""
+    if interpret is None:
+        interpret = jax.default_backend() == "cpu"
+    return plgpu.InterpretGPUParams() if interpret is True else interpret or False
+
+
+def unsupported_scale(scale: float) -> str | None:
+    """Why a kernel does not take the scale of the scores, as the rule that it breaks, or None where it does."""
+    if scale > 0:
+        return None
+    return f"scale={scale} must be positive: the largest product is taken for the largest score"
+
+
+def row_bits(ancestors: UInt32[Array, "B T 2"], heads: int, tiles: int, rows: int) -> Int[Array, "B 2 tiles 64"]:
+    """The ancestor words of each query row, in tiles of `rows`; a node's heads are consecutive rows."""
+    words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), heads, axis=2)
+    cut = pad(words, 2, tiles * rows).reshape(*words.shape[:2], tiles, rows)
+    return pad(cut, 3, WGMMA_ROWS)
+
+
+def pad(x: Array, axis: int, size: int) -> Array:
+    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+# Inside a kernel
+
+
+def dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
+    """Operands in shared memory: the form that the interpreter runs too."""
+
+    def run(acc):
+        plgpu.wgmma(acc, lhs, rhs)
+        return acc[...]  # waits for the product
+
+    return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, width), jnp.float32))
+
+
+def sees(words: Sequence[Any], node: Int[Array, "64 64"]) -> Bool[Array, "64 64"]:
+    """Whether each row sees each node; `words` are the two words of the rows' ancestor bits in memory, int32[64]."""
+    low, high = (over(plgpu.load(word, layout=ROW, optimized=False), WGMMA_ROWS) for word in words)
+    return jnp.right_shift(jnp.where(node < 32, low, high), node & 31) & 1 == 1
+
+
+def over(rows: Array, width: int) -> Array:
+    return lax.broadcast_in_dim(rows, (WGMMA_ROWS, width), [0])
+
+
+def full(shape: tuple[int, ...], value: float, layout) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
