@@ -18,9 +18,10 @@ from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
 from jaxspec.evaluate import command as bench_acceptance
-from jaxspec.llm import ATTENTION, DTYPES, EXCHANGE, TAIL_AXES, check_at_least, check_options
+from jaxspec.llm import ATTENTION, EXCHANGE, TAIL_AXES, check_at_least, check_options
 from jaxspec.mesh import make_mesh
 from jaxspec.models.registry import read_config
+from jaxspec.precision import DTYPES
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.config import read_train_config
 from jaxspec.train.run import train

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageGeometry
@@ -24,6 +23,7 @@ from jaxspec.mesh import MODEL_AXES, PP, MeshShape, is_simulated, make_mesh
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
 from jaxspec.peers import BY_PEERS, BY_XLA, Peers, choose_exchange
+from jaxspec.precision import DTYPES, choose_dtype
 from jaxspec.progress import peak_host_memory, progress_bar
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculate.attention import PALLAS, REFERENCE, choose_attention
@@ -33,7 +33,6 @@ from jaxspec.speculate.trees import TreeSpec
 from jaxspec.tokenizer import Tokenizer
 
 TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
-DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(jax.numpy.bfloat16)}
 ATTENTION = ("auto", REFERENCE, PALLAS)
 EXCHANGE = ("auto", BY_XLA, BY_PEERS)
 _PAGE_TOKENS_PER_RANK = 64
@@ -118,7 +117,7 @@ class LLM:
         is_gpu = self._mesh.devices.flat[0].platform != "cpu"
         if is_simulated(self._mesh):
             self._report(f"mesh {self.mesh_shape} is simulated on the CPU: right results, no measure of speed")
-        self.dtype = ("bfloat16" if is_gpu else "float32") if dtype == "auto" else dtype
+        self.dtype = choose_dtype(dtype, self._mesh.devices.flat[0])
         self._checkpoint = open_model(model)
         self.tokenizer = Tokenizer.load(self._checkpoint.path)
         self.config = read_config(self._checkpoint.config)

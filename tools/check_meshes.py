@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxspec.evaluate.acceptance import first_difference
+
 ONE = "1,1,1"
 MESHES = ["2,1,1", "1,2,1", "1,1,2", "2,2,1", "2,1,2", "1,2,2", "4,1,1", "2,2,2"]
 STEP = Path(__file__).parent / "bench" / "step.py"
@@ -88,11 +90,10 @@ def compare(options: argparse.Namespace, run: dict[str, Any], reference: dict[st
     parted = [(found, wanted) for found, wanted in answers if found["token_ids"] != wanted["token_ids"]]
     lead = "-"
     if parted and run["sampling"] == "greedy":
-        texts = []
-        for found, wanted in parted:
-            pairs = enumerate(zip(found["token_ids"], wanted["token_ids"], strict=False))
-            at = next((index for index, (a, b) in pairs if a != b), len(wanted["token_ids"]))
-            texts.append(wanted["prompt"] + wanted["token_ids"][:at])
+        texts = [
+            wanted["prompt"] + wanted["token_ids"][: first_difference(found["token_ids"], wanted["token_ids"])]
+            for found, wanted in parted
+        ]
         measured = run_process(options, "leads", ONE, texts)
         lead = f"{max(measured['result']):.2g}" if measured["end"] == "done" else measured["end"]
     lengths = sum(found["accepted_lengths"] != wanted["accepted_lengths"] for found, wanted in answers)
@@ -193,8 +194,8 @@ def count_devices(options: argparse.Namespace) -> int:
 def measure_leads(options: argparse.Namespace, texts: list[list[int]]) -> list[float]:
     from jaxspec.checkpoint.default_model import DEFAULT_MODEL, open_model
     from jaxspec.evaluate.margins import leads
-    from jaxspec.llm import DTYPES
     from jaxspec.models.registry import read_config
+    from jaxspec.precision import DTYPES
 
     checkpoint = open_model(DEFAULT_MODEL)
     return leads(checkpoint, read_config(checkpoint.config), DTYPES[options.dtype], texts)

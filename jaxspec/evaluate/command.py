@@ -20,9 +20,10 @@ from jaxspec.evaluate.acceptance import Run, context_for, measure, with_leads
 from jaxspec.evaluate.margins import leads
 from jaxspec.evaluate.questions import Question, read_questions
 from jaxspec.evaluate.report import as_json, as_tables, draw
-from jaxspec.llm import ATTENTION, DTYPES, LLM, check_at_least, check_options
+from jaxspec.llm import ATTENTION, LLM, check_at_least, check_options
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.registry import read_config
+from jaxspec.precision import DTYPES
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculate.trees import TreeSpec
 from jaxspec.tokenizer import Tokenizer

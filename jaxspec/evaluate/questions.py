@@ -1,11 +1,13 @@
 """Questions from JSONL files, and the prompts that ask them turn by turn."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.json_file import read_json_lines
 from jaxspec.errors import UserError
 
 _ROLES = ("system", "user", "assistant")
@@ -41,18 +43,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     Raises:
       UserError: the file can't be read, holds no questions, or one of its lines is something else.
     """
-    questions: list[Question] = []
-    try:
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(questions) == limit:
-                    break
-                if line.strip():
-                    questions.append(_parse(line, number, path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): give a JSONL file, a JSON object a line, in UTF-8"
-        ) from error
+    questions = [_parse(row, number, path) for number, row in itertools.islice(read_json_lines(path), limit)]
     if not questions:
         raise UserError(f"{path} holds no questions: give a JSONL file, a JSON object a line")
     return questions
@@ -67,14 +58,8 @@ def prompt_for(question: Question, answers: Sequence[str], is_chat: bool) -> str
     return messages if is_chat else "\n".join(message["content"] for message in messages)
 
 
-def _parse(line: str, number: int, path: Path) -> Question:
+def _parse(row: Mapping[str, Any], number: int, path: Path) -> Question:
     where = f"{path}, line {number}"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}): each line must be a JSON object") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} holds a JSON {type(row).__name__}: each line must be a JSON object")
     id_ = next((row[field] for field in _ID_FIELDS if field in row), number)
     category = row.get("category", path.resolve().parent.name if path.stem in _SPLITS else path.stem)
     if not _is_text(category):

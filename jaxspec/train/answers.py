@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.checkpoint.json_file import read_json_lines
 from jaxspec.checkpoint.staging import whole_file
 from jaxspec.checkpoint.store import MANIFEST as CHECKPOINT_MANIFEST
 from jaxspec.checkpoint.store import Checkpoint
@@ -152,7 +153,7 @@ def read_conversations(path: Path, tokenizer: Tokenizer) -> list[tuple[Record, s
       UserError: a line is something else, or the tokenizer has no chat template.
     """
     read = []
-    for number, row in _rows(path):
+    for number, row in read_json_lines(path):
         where, messages = f"{path}, line {number}", row.get("messages")
         if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
             raise UserError(f"{where}: needs messages, a list of objects with role and content")
@@ -262,26 +263,6 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Recor
         is_answer += [False] * len(asked) + [True] * length + [False] * (len(said) - length)
         text = after
     return Record(np.array(tokens, np.int32), np.array(is_answer, np.bool_))
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects of a JSONL file with their line numbers."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): give a JSONL file, a JSON object a line, in UTF-8"
-        ) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number} is not JSON ({error}): each line must be an object") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} holds a JSON {type(row).__name__}: it must be an object")
-        yield number, row
 
 
 def _some(file: Any) -> list[str]:

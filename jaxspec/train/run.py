@@ -24,8 +24,9 @@ from jaxspec.config import refuse_changes
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.eagle3_head import unpack_head
 from jaxspec.errors import UserError
-from jaxspec.llm import DTYPES, LLM
+from jaxspec.llm import LLM
 from jaxspec.models.registry import read_config
+from jaxspec.precision import DTYPES, choose_dtype
 from jaxspec.progress import progress_bar
 from jaxspec.train.answers import open_or_make
 from jaxspec.train.config import TrainConfig, check
@@ -84,8 +85,7 @@ def train(config: TrainConfig, say: Say) -> Path:
     dataset = _dataset(config, checkpoint, say)
     _tell_what_is_cut(dataset, config.data.sequence_length, say)
     ids = _vocabulary(head, dataset, say)
-    is_gpu = mesh.devices.flat[0].platform != "cpu"
-    dtype = DTYPES[("bfloat16" if is_gpu else "float32") if config.dtype == "auto" else config.dtype]
+    dtype = DTYPES[choose_dtype(config.dtype, mesh.devices.flat[0])]
     layout = train_layout(target, config.mesh, dtype)
     with progress_bar("loading weights", layout.layer_slots + 1, is_shown=True) as advance:
         graph, weights = restore_decoder(checkpoint, layout, mesh, advance)

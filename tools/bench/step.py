@@ -31,11 +31,12 @@ from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import UserError
-from jaxspec.llm import DTYPES, TAIL_AXES
+from jaxspec.llm import TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
+from jaxspec.precision import DTYPES
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
