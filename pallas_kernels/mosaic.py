@@ -30,6 +30,11 @@ def unsupported_scale(scale: float) -> str | None:
     return f"scale={scale} must be positive: the largest product is taken for the largest score"
 
 
+def first_page(layer: int | Int[Array, ""], pages_per_layer: int) -> Int[Array, "1"]:
+    """Where a layer begins in an array of all layers' pages; in memory, so that all layers are one kernel."""
+    return jnp.reshape(jnp.int32(layer) * pages_per_layer, 1)
+
+
 def row_bits(ancestors: UInt32[Array, "B T 2"], heads: int, tiles: int, rows: int) -> Int[Array, "B 2 tiles 64"]:
     """The ancestor words of each query row, in tiles of `rows`; a node's heads are consecutive rows."""
     words = jnp.repeat(lax.bitcast_convert_type(ancestors, jnp.int32).swapaxes(1, 2), heads, axis=2)

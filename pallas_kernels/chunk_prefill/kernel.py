@@ -28,13 +28,13 @@ class Prefix(NamedTuple):
 
     Attributes:
       pages: keys (index 0) and values (1) of every layer; read in place.
-      layer: which layer, static.
+      layer: which layer.
       page_row: pages of the sequence, in order; entries beyond its length must be valid pages too.
       length: tokens of the prefix on this device, at most M * S.
     """
 
     pages: Float[Array, "L 2 P S K D"]
-    layer: int
+    layer: int | Int[Array, ""]
     page_row: Int[Array, "M"]
     length: Int[Array, ""]
 
@@ -86,6 +86,13 @@ def chunk_prefill(
     new = chunk or ()
     prefix_size = prefix.page_row.shape[0] * prefix.pages.shape[3] if prefix else 0
     plan = plan or Plan.of(c, h, _kv_heads(new, prefix), d, prefix_size + c * bool(new))
+    return _planned(q, new, prefix, plan=plan, scale=scale, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "interpret"))
+def _planned(q, new, prefix: Prefix | None, *, plan: Plan, scale: float, interpret):
+    """Jitted, and told the layer as a number in memory, so that all layers are traced and compiled as one kernel."""
+    c, h, d = q.shape
     packed, sets = plan.packed, h // plan.packed
     q = q.reshape(c, sets, packed, d).swapaxes(1, 2).reshape(c * packed, sets, d)
     padded = _pad(q, plan.rows), tuple(_pad(x, TILE) for x in new)
@@ -145,16 +152,17 @@ def _call(
     part = TILE  # keys that one copy brings: a tile, or as much of it as is in one page
     if prefix:
         num_pages, page_size = prefix.pages.shape[2:4]
-        first_page, part = prefix.layer * 2 * num_pages, math.gcd(page_size, TILE)
+        part = math.gcd(page_size, TILE)
         operands += [
             prefix.pages.reshape(-1, *prefix.pages.shape[3:]),
+            mosaic.first_page(prefix.layer, 2 * num_pages),
             prefix.page_row.astype(jnp.int32),
             jnp.reshape(prefix.length, 1).astype(jnp.int32),
         ]
 
     def body(q_ref, *refs):
         chunk_refs, others = refs[: len(chunk)], refs[len(chunk) :]
-        pages_ref, table_ref, length_ref, *rest = others if prefix else (None, None, None, *others)
+        pages_ref, first_ref, table_ref, length_ref, *rest = others if prefix else (None, None, None, None, *others)
         o_ref, lse_ref, q_s, k_s, v_s, o_s, lse_s, q_in, k_in, v_in, k_free, v_free, clean = rest
         me, split = lax.axis_index("warpgroup"), lax.axis_index("split")
 
@@ -175,6 +183,7 @@ def _call(
 
         def fetch(block: _Block):
             kv_head, head, first_row, tiles = block
+            first_page = first_ref[0] if prefix else None
             for i in range(warpgroups):
                 plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row + i * ROWS, ROWS), head], q_s.at[i], q_in.at[i])
 

@@ -26,7 +26,7 @@ from pallas_kernels.lse_merge import merge
 def context_decode(
     q: Float[Array, "B T H D"],
     pages: Float[Array, "L 2 P S K D"],
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
@@ -53,7 +53,7 @@ def context_decode(
 def tree_decode(
     q: Float[Array, "B T H D"],
     pages: Float[Array, "L 2 P S K D"],
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     tree_k: Float[Array, "B T K D"],
@@ -93,16 +93,31 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
     tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
     # Blocks of a cluster are simulated at once, which not every machine has the threads for.
     plan = plan or Plan.of(b, t * group, kv_heads, d, tiles, may_cluster=not interpret)
+    return _planned(q, pages, layer, page_table, lengths, tree, plan=plan, scale=scale, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "interpret"))
+def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: float, interpret):
+    """Jitted, and told the layer as a number in memory, so that all layers are traced and compiled as one kernel."""
+    b, t, h, d = q.shape
+    num_pages, _, kv_heads = pages.shape[2:5]
+    group = h // kv_heads
     grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
     padded = mosaic.pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
-    operands = [padded, pages.reshape(-1, *pages.shape[3:]), page_table.astype(jnp.int32), lengths.astype(jnp.int32)]
+    operands = [
+        padded,
+        pages.reshape(-1, *pages.shape[3:]),
+        mosaic.first_page(layer, 2 * num_pages),
+        page_table.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+    ]
     if tree is not None:
         k, v, ancestors = tree
         operands += [
             *(mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)),
             mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows),
         ]
-    output, lse = _call(plan, operands, layer * 2 * pages.shape[2], pages.shape[2], scale, interpret or None)
+    output, lse = _call(plan, operands, num_pages, scale, interpret or None)
     lse = lse[..., : plan.rows]
     if output.shape[2] == 1:
         output, lse = output[:, :, 0], lse[:, :, 0]
@@ -122,10 +137,10 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
     return None
 
 
-def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: float, interpret):
+def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
     part where a cluster merges the splits, else of each split."""
-    q, pages, page_table, _, *tree = operands
+    q, pages, _, page_table, _, *tree = operands
     b, kv_heads, row_tiles, rows, d = q.shape
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
     part = min(page_size, TILE)  # tokens that one copy brings
@@ -135,7 +150,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
     share = min(64, d // cluster)  # columns of the output that are staged as one, and that a block of a cluster merges
     to_log2 = scale * mosaic.LOG2_E
 
-    def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
+    def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
         tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
         o_ref, lse_ref, *others = others
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
@@ -146,7 +161,7 @@ def _call(plan: Plan, operands: list, first_page: int, num_pages: int, scale: fl
         q_s, p_s, o_s, lse_s = (ref.at[me] for ref in (q_s, p_s, o_s, lse_s))
 
         plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile], q_s.at[pl.ds(0, rows)], q_in.at[me])
-        length = lengths_ref[sequence]
+        first_page, length = first_ref[0], lengths_ref[sequence]
         full, prefix = lax.div(length, TILE), pl.cdiv(length, TILE)
         total = prefix + 1 if tree else prefix
         per_split = pl.cdiv(total, splits)

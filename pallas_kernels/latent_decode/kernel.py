@@ -45,7 +45,7 @@ _SLOTS = 2  # tiles in shared memory; warpgroup w computes the scores of slot w
 def latent_decode(
     q: Float[Array, "B T H 576"],
     pages: Float[Array, "L P S 576"],
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
@@ -72,7 +72,7 @@ def latent_decode(
 def latent_tree_decode(
     q: Float[Array, "B T H 576"],
     pages: Float[Array, "L P S 576"],
-    layer: int,
+    layer: int | Int[Array, ""],
     page_table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     tree: Float[Array, "B T 576"],
@@ -98,7 +98,7 @@ def latent_tree_decode(
 
 
 def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
-    b, t, h, width = q.shape
+    b, t, h, _ = q.shape
     page_size = pages.shape[2]
     broken = unsupported(
         dtype=pages.dtype, tokens=t, heads=h, width=pages.shape[3], page_size=page_size
@@ -109,17 +109,25 @@ def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
 
     tiles = -(-page_table.shape[1] * page_size // TILE) + (tree is not None)
     plan = plan or Plan.of(b, t * h, tiles)
+    return _planned(q, pages, layer, page_table, lengths, tree, plan=plan, scale=scale, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "interpret"))
+def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: float, interpret):
+    """Jitted, and told the layer as a number in memory, so that all layers are traced and compiled as one kernel."""
+    b, t, h, width = q.shape
     padded = mosaic.pad(q.reshape(b, t * h, width), 1, plan.row_tiles * plan.rows)
     operands = [
         padded.reshape(b, plan.row_tiles, plan.rows, width),
         pages.reshape(-1, *pages.shape[2:]),
+        mosaic.first_page(layer, pages.shape[1]),
         page_table.astype(jnp.int32),
         lengths.astype(jnp.int32),
     ]
     if tree is not None:
         rows, ancestors = tree
         operands += [mosaic.pad(rows, 1, TILE), mosaic.row_bits(ancestors, h, plan.row_tiles, plan.rows)]
-    output, lse = _call(plan, operands, layer * pages.shape[1], t, scale, interpret or None)
+    output, lse = _call(plan, operands, t, scale, interpret or None)
     output, lse = output.reshape(b, plan.splits, -1, LATENT), lse.reshape(b, plan.splits, -1)
     if plan.splits == 1:
         output, lse = output[:, 0, : t * h], lse[:, 0, : t * h]
@@ -139,9 +147,9 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
     return None
 
 
-def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float, interpret):
+def _call(plan: Plan, operands: list, nodes: int, scale: float, interpret):
     """Partial outputs f32[B, splits, row_tiles, rows, 512] and log-sum-exps f32[B, splits, row_tiles, rows]."""
-    q, pages, page_table, _, *tree = operands
+    q, pages, _, page_table, _, *tree = operands
     b, row_tiles, rows, _ = q.shape
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
     part = min(page_size, TILE)  # tokens that one copy brings
@@ -149,7 +157,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
     splits = plan.splits
     to_log2 = scale * mosaic.LOG2_E
 
-    def body(q_ref, pages_ref, table_ref, lengths_ref, *refs):
+    def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
         tree_ref, bits_ref, *others = refs if tree else (None, None, *refs)
         o_ref, lse_ref, shared, top_s, total_s, lse_s, q_in, *barriers = others
         (q_s, halves_s, rope_s), o_s = shared
@@ -157,7 +165,7 @@ def _call(plan: Plan, operands: list, first_page: int, nodes: int, scale: float,
         sequence, split, row_tile = (lax.axis_index(name) for name in ("sequence", "split", "rows"))
         me = lax.axis_index("warpgroup")
 
-        length = lengths_ref[sequence]
+        first_page, length = first_ref[0], lengths_ref[sequence]
         full, prefix = lax.div(length, TILE), pl.cdiv(length, TILE)
         count = prefix + 1 if tree else prefix
         start, end = lax.div(split * count, splits), lax.div((split + 1) * count, splits)

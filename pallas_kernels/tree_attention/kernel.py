@@ -8,6 +8,8 @@ a whole tile too: its two products take some hundred cycles, and products withou
 far more for many.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -84,6 +86,7 @@ def _inconsistent(q, k, v, parts, scale) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # traced once for all layers
 def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D"]:
     _, q, k, _, _, parts = operands
     b, rows, heads, d = q.shape
