@@ -121,22 +121,26 @@ class Eagle3Head(nnx.Module):
 
     def recycled(self, outputs: Float[Array, "R H"]) -> Float[Array, "R H"]:
         """What a row of the next drafted token takes as its features."""
-        return self._normed(outputs) if self.config.norm_output else outputs
+        return self.normed(outputs) if self.config.norm_output else outputs
 
     def logits(
         self, outputs: Float[Array, "*R H"], target: Decoder
     ) -> tuple[Float[Array, "*R local_V"], Int[Array, "local_V"]]:
         """Float32 logits of this device's part of the vocabulary, -inf for padding, and the target's id of each."""
-        normed = self._normed(outputs)
-        if self.config.has_head:
-            logits = jnp.einsum("...e,ve->...v", normed, self.head[...], preferred_element_type=jnp.float32)
-        else:
-            logits = target.logits(normed)
-        ids = rank(self.target.tail_axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
-        logits = jnp.where(ids < self.config.draft_vocab_size, logits, -jnp.inf)
-        return logits, self.target_ids[...] if self.config.has_head else ids
+        matrix, ids = self.vocabulary(target)
+        logits = jnp.einsum("...e,ve->...v", self.normed(outputs), matrix, preferred_element_type=jnp.float32)
+        numbers = rank(self.target.tail_axes) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(numbers < self.config.draft_vocab_size, logits, -jnp.inf), ids
 
-    def _normed(self, outputs: Float[Array, "*R H"]) -> Float[Array, "*R H"]:
+    def vocabulary(self, target: Decoder) -> tuple[Float[Array, "local_V H"], Int[Array, "local_V"]]:
+        """Rows of this device's part of the padded vocabulary, the target's where it has none, and their ids."""
+        if self.config.has_head:
+            return self.head[...], self.target_ids[...]
+        matrix = target.vocabulary
+        return matrix, rank(self.target.tail_axes) * len(matrix) + jnp.arange(len(matrix))
+
+    def normed(self, outputs: Float[Array, "*R H"]) -> Float[Array, "*R H"]:
+        """Outputs after the final norm."""
         return rms_norm(outputs, self.norm[...], self.config.layer.norm_eps)
 
 

@@ -348,8 +348,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... local_V"]:
         """Float32 logits of this device's part of the padded vocabulary, from `final_hidden`."""
-        head = self.embedding if self.layout.shares_head else self.head
-        return jnp.einsum("...e,ve->...v", hidden, head[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("...e,ve->...v", hidden, self.vocabulary, preferred_element_type=jnp.float32)
+
+    @property
+    def vocabulary(self) -> Float[Array, "local_V E"]:
+        """Rows of this device's part of the padded vocabulary, with which logits are products."""
+        return (self.embedding if self.layout.shares_head else self.head)[...]
 
     @staticmethod
     def end_tensor(config: ModelConfig, name: str) -> str:

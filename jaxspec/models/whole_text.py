@@ -1,6 +1,10 @@
 """The target over whole texts at once, without a cache: for what is not served."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.decoder import Decoder, Observe
@@ -23,9 +27,19 @@ def read_whole[Observed](
 
     def attend(cache: None, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         q, k, v = (x.reshape(b, s, *x.shape[1:]) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]).reshape(b * s, -1), None
+        return _attend(q, k, v, mask[:, None]).reshape(b * s, -1), None
 
     rows, _, observed = target.stage(
         target.embed(tokens.reshape(-1)), positions.reshape(-1), attend, None, observe, observed
     )
     return target.final_hidden(rows).reshape(b, s, -1), observed
+
+
+def _attend(
+    q: Float[Array, "B S H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"], mask: Bool[Array, "B 1 S S"]
+) -> Float[Array, "B S H D"]:
+    """XLA would write the scores of all heads to memory, more than once a layer; cuDNN never does."""
+    attention = functools.partial(jax.nn.dot_product_attention, mask=mask)
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return attention(q, k, v)
+    return lax.platform_dependent(q, k, v, cuda=functools.partial(attention, implementation="cudnn"), default=attention)

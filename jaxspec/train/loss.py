@@ -1,7 +1,9 @@
 """What a head is trained for and measured by: how well its draft steps foresee the target."""
 
 import dataclasses
+import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +29,16 @@ class Sums:
       loss, learned: of what is learned from: tokens of answers where the target's likeliest token is in the draft
         vocabulary.
       correct, drafted: how many of the head's likeliest tokens are the target's, of all tokens of answers.
-      accepted, starts: drafted tokens that greedy decoding would accept, where it starts at any token of an answer.
+      tokens, rounds: how many tokens of answers follow their first one, and in how many rounds a chain of as many
+        drafts as steps emits them: the engine's own, where the target has said them greedily.
     """
 
     loss: Float[Array, "steps"]
     learned: Int[Array, "steps"]
     correct: Int[Array, "steps"]
     drafted: Int[Array, "steps"]
-    accepted: Int[Array, ""]
-    starts: Int[Array, ""]
+    tokens: Int[Array, ""]
+    rounds: Int[Array, ""]
 
 
 def step_sums(
@@ -63,42 +66,128 @@ def step_sums(
         shape = x.shape[:before]
         return jnp.moveaxis(x.reshape(*shape, b * s // size, size, *x.shape[before + 2 :]), before, 0)
 
-    def of_block(
-        total: Float[Array, "steps"], block: tuple[Array, Array, Array]
-    ) -> tuple[Float[Array, "steps"], tuple[Bool[Array, "steps N"], Bool[Array, "N"]]]:
-        rows, states, counted = block
-        truth = lax.stop_gradient(target.logits(states))
-        best = jnp.argmax(truth, axis=-1)
-        logits, ids = head.logits(rows, target)
-        is_known = jnp.ones(best.shape, bool)
-        if head.config.has_head:
-            is_known = jnp.zeros(truth.shape[-1], bool).at[ids].set(True)[best]
-            truth = truth[:, ids]
-        is_correct = ids[jnp.argmax(logits, axis=-1)] == best
-        losses = jnp.where(counted & is_known, _row_losses(logits, truth, loss), 0.0)
-        return total + losses.sum(-1), (is_correct, is_known)
-
-    total, (correct, is_known) = lax.scan(
-        jax.checkpoint(of_block), jnp.zeros(steps), (blocks(aligned, 1), blocks(hidden, 0), blocks(drafted, 1))
-    )
+    matrix, ids = head.vocabulary(target)
+    rows = blocks(head.normed(aligned), 1)
+    truth = _Truth(blocks(hidden, 0), target.vocabulary, ids, blocks(drafted, 1))
+    total, (correct, is_known) = _over_vocabulary(loss, rows, matrix, truth)
     is_correct = jnp.moveaxis(correct, 0, 1).reshape(steps, b, s) & drafted
     learned = drafted & is_known.reshape(b, s)
     # Back to the rows from which they were drafted: a row's drafts hold up to its first wrong one.
     runs = jnp.cumprod(jnp.stack([_earlier(hits, step + 1) for step, hits in enumerate(is_correct)]), axis=0)
+    emits = _earlier(drafted[0] & batch.is_answer, 1)
     return Sums(
         loss=total,
         learned=learned.sum((1, 2)),
         correct=is_correct.sum((1, 2)),
         drafted=drafted.sum((1, 2)),
-        accepted=runs.sum(),
-        starts=drafted[0].sum(),
+        tokens=emits.sum(),
+        rounds=_rounds(emits, runs.sum(0)).sum(),
     )
 
 
+def _rounds(emits: Bool[Array, "B S"], accepted: Int[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Of the rows from which a token can be emitted those at which a round begins.
+
+    Args:
+      accepted: drafts of each row that hold; the round after it begins one row further than these.
+    """
+    b, s = emits.shape
+    row = jnp.arange(b)[:, None]
+    # Twice as far in each iteration; row S is where rounds end.
+    next_row = jnp.where(emits, jnp.minimum(jnp.arange(s) + 1 + accepted, s), s)
+    next_row = jnp.pad(next_row, ((0, 0), (0, 1)), constant_values=s)
+    begins = jnp.pad(emits & ~_later(emits, 1), ((0, 0), (0, 1)))
+    for _ in range(s.bit_length()):
+        begins = begins.at[row, next_row].max(begins)
+        next_row = jnp.take_along_axis(next_row, next_row, axis=1)
+    return begins[:, :s] & emits
+
+
+class _Truth(NamedTuple):
+    """What drafts are measured by.
+
+    Attributes:
+      states: of the target, in blocks of positions.
+      matrix: the target's vocabulary.
+      ids: in it, of the draft vocabulary.
+      drafted: whether a draft counts.
+    """
+
+    states: Float[Array, "blocks N E"]
+    matrix: Float[Array, "V E"]
+    ids: Int[Array, "V_d"]
+    drafted: Bool[Array, "blocks steps N"]
+
+
+type _Hits = tuple[Bool[Array, "blocks steps N"], Bool[Array, "blocks N"]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _over_vocabulary(
+    loss: str, rows: Float[Array, "blocks steps N H"], matrix: Float[Array, "V_d H"], truth: _Truth
+) -> tuple[Float[Array, "steps"], _Hits]:
+    """Sums of the losses, which drafts are right, and whether the target's token is in the draft vocabulary.
+
+    Logits are large, and what follows from them is little: they are computed once, a block at a time, and where
+    gradients are wanted these are made at once too, a step's for a loss of weight 1, so that nothing is kept or
+    computed again.
+    """
+
+    def of_block(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Any]:
+        rows, states, drafted = block
+        losses, hits, _ = _block(loss, rows, matrix, truth, states, drafted)
+        return total + losses, hits
+
+    return lax.scan(of_block, jnp.zeros(rows.shape[1]), (rows, truth.states, truth.drafted))
+
+
+def _forward(loss, rows, matrix, truth):
+    def of_block(sums: tuple[Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
+        rows, states, drafted = block
+        losses, hits, pull = _block(loss, rows, matrix, truth, states, drafted)
+        (d_logits,) = pull(jnp.ones_like(losses))
+        d_logits = d_logits.astype(rows.dtype)
+        d_rows = jnp.einsum("snv,vh->snh", d_logits, matrix, preferred_element_type=jnp.float32)
+        d_matrix = jnp.einsum("snv,snh->svh", d_logits, rows, preferred_element_type=jnp.float32)
+        total, d_total = sums
+        return (total + losses, d_total + d_matrix), (hits, d_rows.astype(rows.dtype))
+
+    steps = rows.shape[1]
+    zeros = jnp.zeros(steps), jnp.zeros((steps, *matrix.shape), jnp.float32)
+    (total, d_matrix), (hits, d_rows) = lax.scan(of_block, zeros, (rows, truth.states, truth.drafted))
+    return (total, hits), (d_rows, d_matrix, matrix)
+
+
+def _backward(loss, gradients, wanted):
+    d_rows, d_matrix, matrix = gradients
+    weights, _ = wanted
+    scaled = jnp.einsum("s,svh->vh", weights, d_matrix, precision=lax.Precision.HIGHEST)
+    return d_rows * weights[:, None, None].astype(d_rows.dtype), scaled.astype(matrix.dtype), None
+
+
+_over_vocabulary.defvjp(_forward, _backward)
+
+
+def _block(loss, rows, matrix, truth, states, drafted):
+    """Sums of the losses of a block, its hits, and the gradient of these sums by the logits."""
+    scores = jnp.einsum("ne,ve->nv", states, truth.matrix, preferred_element_type=jnp.float32)
+    best = jnp.argmax(scores, axis=-1)
+    is_known = jnp.zeros(scores.shape[-1], bool).at[truth.ids].set(True)[best]
+    log_p = jax.nn.log_softmax(scores[:, truth.ids])
+    logits = jnp.einsum("snh,vh->snv", rows, matrix, preferred_element_type=jnp.float32)
+
+    def losses(logits: Float[Array, "steps N V_d"]) -> Float[Array, "steps"]:
+        return jnp.where(drafted & is_known, _row_losses(logits, log_p, loss), 0.0).sum(-1)
+
+    is_correct = truth.ids[jnp.argmax(logits, axis=-1)] == best
+    sums, pull = jax.vjp(losses, logits)
+    return sums, (is_correct, is_known), pull
+
+
 def _row_losses(
-    logits: Float[Array, "steps N V_d"], truth: Float[Array, "N V_d"], loss: str
+    logits: Float[Array, "steps N V_d"], log_p: Float[Array, "N V_d"], loss: str
 ) -> Float[Array, "steps N"]:
-    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(truth)
+    log_q = jax.nn.log_softmax(logits)
     if loss == "kl":
         return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
     overlap = jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)

@@ -49,8 +49,9 @@ class Ends:
     def embed(self, tokens):
         return self.embedding[tokens]
 
-    def logits(self, hidden):
-        return jnp.einsum("...e,ve->...v", hidden, self.head)
+    @property
+    def vocabulary(self):
+        return self.head
 
 
 @functools.cache

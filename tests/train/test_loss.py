@@ -11,12 +11,13 @@ from jaxspec.train.loss import step_sums
 
 VOCAB, STEPS = 12, 4
 # Its outputs are its logits, over the even tokens where the vocabulary is reduced; so are the target's states.
-TARGET = SimpleNamespace(logits=lambda states: states)
+TARGET = SimpleNamespace(vocabulary=jnp.eye(VOCAB))
 
 
 def head_of(ids):
-    config = SimpleNamespace(has_head=len(ids) < VOCAB)
-    return SimpleNamespace(config=config, logits=lambda rows, target: (rows, jnp.asarray(ids)))
+    return SimpleNamespace(
+        normed=lambda outputs: outputs, vocabulary=lambda target: (jnp.eye(len(ids)), jnp.asarray(ids))
+    )
 
 
 def batch_and_scores(ids, rows=3, length=40, seed=0):
@@ -36,13 +37,23 @@ def batch_and_scores(ids, rows=3, length=40, seed=0):
     )
 
 
+def rounds_of(emits, accepted):
+    """One after the other over each stretch of rows that emit."""
+    rounds, t = 0, 0
+    while t < len(emits):
+        rounds += emits[t]
+        t += 1 + accepted[t] if emits[t] else 1
+    return rounds
+
+
 @pytest.mark.parametrize("ids", [np.arange(VOCAB), np.arange(0, VOCAB, 2)], ids=["whole", "reduced"])
 def test_sums_equal_loops_over_rows_and_steps(ids):
     batch, states, outputs = batch_and_scores(ids)
     sums = step_sums(head_of(ids), TARGET, jnp.asarray(outputs), jnp.asarray(states), batch, "kl")
     documents, is_answer = np.asarray(batch.documents), np.asarray(batch.is_answer)
     b, s = documents.shape
-    correct, drafted, learned, loss, accepted, starts, longest = *np.zeros((4, STEPS)), 0, 0, 0
+    correct, drafted, learned, loss, longest = *np.zeros((4, STEPS)), 0
+    accepted, emits = np.zeros((b, s), int), np.zeros((b, s), bool)
     for row in range(b):
         for t in range(s):
             runs_on = True
@@ -57,9 +68,9 @@ def test_sums_equal_loops_over_rows_and_steps(ids):
                 hit = ids[scores.argmax()] == best
                 drafted[step] += 1
                 correct[step] += hit
-                starts += step == 0
+                emits[row, t] |= step == 0 and is_answer[row, said]
                 runs_on &= bool(hit)
-                accepted += runs_on
+                accepted[row, t] += runs_on
                 longest = max(longest, runs_on * (step + 1))
                 if best in ids:
                     truth = states[row, said][ids].astype(np.float64)
@@ -67,7 +78,8 @@ def test_sums_equal_loops_over_rows_and_steps(ids):
                     learned[step] += 1
                     loss[step] += (np.exp(log_p) * (log_p - log_q)).sum()
     assert (sums.correct.tolist(), sums.drafted.tolist()) == (correct.tolist(), drafted.tolist())
-    assert (sums.learned.tolist(), int(sums.accepted), int(sums.starts)) == (learned.tolist(), accepted, starts)
+    assert (sums.learned.tolist(), int(sums.tokens)) == (learned.tolist(), emits.sum())
+    assert int(sums.rounds) == sum(rounds_of(emits[row], accepted[row]) for row in range(b))
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-4)
     assert longest == STEPS  # runs of all lengths are there
 
