@@ -123,14 +123,21 @@ def filter_threshold(
     Args:
       scaled: logits over the temperature, shifted so that the largest is 0.
     """
-    keys = _ordered_bits(scaled)
-    top_k = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
-    k_key = largest_threshold(keys, jnp.ones_like(scaled), top_k, axes, collectives)
-    mass = jnp.where(keys >= k_key[..., None], jnp.exp(scaled), 0.0)
-    total = collectives.all_reduce(jnp.sum(mass, axis=-1), axes)
-    p_mass = jnp.maximum(rows.top_p * total, jnp.finfo(jnp.float32).tiny)
-    p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, p_mass, jnp.inf), axes, collectives)
-    threshold = _from_ordered_bits(jnp.maximum(k_key, p_key))
+
+    def search() -> UInt32[Array, "B T"]:
+        keys = _ordered_bits(scaled)
+        top_k = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
+        k_key = largest_threshold(keys, jnp.ones_like(scaled), top_k, axes, collectives)
+        mass = jnp.where(keys >= k_key[..., None], jnp.exp(scaled), 0.0)
+        total = collectives.all_reduce(jnp.sum(mass, axis=-1), axes)
+        p_mass = jnp.maximum(rows.top_p * total, jnp.finfo(jnp.float32).tiny)
+        p_key = largest_threshold(keys, mass, jnp.where(rows.top_p < 1, p_mass, jnp.inf), axes, collectives)
+        return jnp.maximum(k_key, p_key)
+
+    # The search is hundreds of launches; that no row needs it is the same on all devices, which have the same rows.
+    has_filter = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
+    key = lax.cond(has_filter, search, lambda: jnp.zeros(scaled.shape[:-1], jnp.uint32))
+    threshold = _from_ordered_bits(key)
     return jnp.maximum(threshold, jnp.log(rows.min_p))[..., None]
 
 
