@@ -109,9 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--attention",
         choices=ATTENTION,
-        default="reference",
-        help="of decoding: plain JAX (reference), the kernel for Hopper GPUs (pallas), or that where it can be had "
-        "(auto) (default: %(default)s)",
+        default="auto",
+        help="plain JAX (reference), the kernels for Hopper GPUs (pallas), or these where they can be had (auto) "
+        "(default: %(default)s)",
     )
     add(
         "--exchange",

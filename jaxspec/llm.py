@@ -26,14 +26,14 @@ from jaxspec.peers import BY_PEERS, BY_XLA, Peers, choose_exchange
 from jaxspec.precision import DTYPES, choose_dtype
 from jaxspec.progress import peak_host_memory, progress_bar
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculate.attention import PALLAS, REFERENCE, choose_attention
+from jaxspec.speculate.attention import AUTO, PALLAS, REFERENCE, choose_attention
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
 from jaxspec.tokenizer import Tokenizer
 
 TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
-ATTENTION = ("auto", REFERENCE, PALLAS)
+ATTENTION = (AUTO, REFERENCE, PALLAS)
 EXCHANGE = ("auto", BY_XLA, BY_PEERS)
 _PAGE_TOKENS_PER_RANK = 64
 _LONGEST_DEFAULT_CONTEXT = 4096
@@ -82,7 +82,7 @@ class LLM:
         dtype: str = "auto",
         tail_placement: str | None = None,
         *,
-        attention: str = REFERENCE,
+        attention: str = AUTO,
         exchange: str = BY_XLA,
         draft_taps: Sequence[int] | None = None,
         max_num_seqs: int = 8,

@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", default="1,1,1", help="sizes pp,tp,dcp (default: %(default)s)")
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (default: %(default)s)")
-    add("--attention", choices=ATTENTION, default="reference", help="as of generate (default: %(default)s)")
+    add("--attention", choices=ATTENTION, default="auto", help="as of generate (default: %(default)s)")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P")

@@ -26,7 +26,7 @@ from pallas_kernels.lse_merge import join, merge, pack, unpack
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.kernel import tree_join
 
-REFERENCE, PALLAS = "reference", "pallas"
+AUTO, REFERENCE, PALLAS = "auto", "reference", "pallas"
 _HOPPER = "9.0"
 
 
@@ -36,7 +36,7 @@ def choose_attention(
     """Which attention decoding takes, `REFERENCE` or `PALLAS`, and why.
 
     Args:
-      wanted: one of these, or "auto": the kernel on Hopper GPUs for all that it takes.
+      wanted: one of these, or `AUTO`: the kernel on Hopper GPUs for all that it takes.
       device: one of the mesh.
       nodes: T.
 
