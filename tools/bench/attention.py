@@ -7,7 +7,9 @@
 Time is that of one call, prologue and merge included, in a chain of calls inside one program that goes round several
 sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s counts the keys and values read, once;
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
-(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. Of a prefill,
+(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. jax's older
+Pallas kernel (Triton) reads pages of its own layout, for one query token. FlashInfer is a script of its own,
+`peer_flashinfer.py`, for it lives in PyTorch. Of a prefill,
 whose chunk is causal, TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not
 join them. Of latents, TB/s counts each once, and TFLOP/s both products of the prefix. `tree:` joins a layer's tree with
 the parts of dcp ranks; it is given no bytes, for it finds them in the L2 cache. Before it is timed, each case is
@@ -20,16 +22,19 @@ import dataclasses
 import functools
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from decode_cases import CASES, Case
 from generate import copy_rate
 from jax import lax
 from latent import LATENTS
 from prefill import PREFILLS
-from timing import COLD_BYTES, Attend, Programs, Work, binary_tree, relative_error
+from timing import Attend, Programs, Work, binary_tree, relative_error
 from tree import TREES
 
 from pallas_kernels.context_decode import context_decode
@@ -39,76 +44,26 @@ from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    batch: int
-    context: int
-    tokens: int
-    page_size: int = 64
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
+def work_of(case: Case, plan: dict[str, int], has_peers: bool, rate: float) -> Work:
+    """At a copy rate in bytes a second."""
+    kernel, reference = by_kernel(case, plan), by_reference(case)
 
-    @property
-    def name(self) -> str:
-        sizes = f"{self.batch}x{self.context}:t{self.tokens}"
-        return (
-            sizes + f":page{self.page_size}" * (self.page_size != 64) + f":head{self.head_dim}" * (self.head_dim != 128)
-        )
+    def error(x: Inputs) -> jax.Array:
+        return relative_error(*(attend(x.q, x, jnp.int32(0)) for attend in (kernel, reference)))
 
-    @property
-    def bytes(self) -> int:
-        return 2 * 2 * self.batch * self.context * self.kv_heads * self.head_dim
+    def columns(µs: float) -> dict[str, object]:
+        return {"TB/s": round(case.bytes / µs / 1e6, 2), "of copy": f"{case.bytes / µs * 1e6 / rate:.0%}"}
 
-    @property
-    def sets(self) -> int:
-        return 1 + -(-COLD_BYTES // self.bytes)
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
-
-    def work(self, plan: dict[str, int], has_peers: bool, rate: float) -> Work:
-        """At a copy rate in bytes a second."""
-        kernel, reference = by_kernel(self, plan), by_reference(self)
-
-        def error(x: Inputs) -> jax.Array:
-            return relative_error(*(attend(x.q, x, jnp.int32(0)) for attend in (kernel, reference)))
-
-        def columns(µs: float) -> dict[str, object]:
-            return {"TB/s": round(self.bytes / µs / 1e6, 2), "of copy": f"{self.bytes / µs * 1e6 / rate:.0%}"}
-
-        return Work(
-            name=self.name,
-            draw=functools.partial(draw, self),
-            sets=self.sets,
-            kernel=kernel,
-            peers={"cuDNN": by_cudnn(self), "reference": reference} if has_peers else {},
-            error=error,
-            seconds=self.bytes / rate,
-            columns=columns,
-        )
-
-
-CASES = [
-    Case(8, 8192, 8),
-    Case(8, 8192, 1),
-    Case(8, 8192, 32),
-    Case(1, 1024, 1),
-    Case(1, 8192, 1),
-    Case(32, 2048, 1),
-    Case(1, 131072, 1),
-    Case(8, 8192, 1, page_size=16),
-    Case(8, 8192, 8, head_dim=64),
-    Case(1, 1024, 8),
-    Case(1, 8192, 8),
-    Case(32, 2048, 8),
-    Case(1, 131072, 8),
-    Case(1, 1024, 32),
-    Case(1, 8192, 32),
-    Case(32, 2048, 32),
-    Case(1, 131072, 32),
-]
+    return Work(
+        name=case.name,
+        draw=functools.partial(draw, case),
+        sets=case.sets,
+        kernel=kernel,
+        peers={"cuDNN": by_cudnn(case), "old Pallas": by_old_pallas(case), "reference": reference} if has_peers else {},
+        error=error,
+        seconds=case.bytes / rate,
+        columns=columns,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -169,29 +124,63 @@ def by_cudnn(case: Case) -> Attend:
     return attend
 
 
+def by_old_pallas(case: Case) -> Attend:
+    """One query token over pages of each KV head; what the pages hold is random, so they may be read as such."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention  # deprecated: it may be gone one day
+
+    def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
+        if case.tokens > 1:
+            raise NotImplementedError("one query token")
+        k, v = (x.pages[0, kind].reshape(case.kv_heads, -1, case.page_size, case.head_dim) for kind in (0, 1))
+        return paged_attention(q[:, 0] * case.scale, k, v, x.tables[i], x.lengths)[:, None]
+
+    return attend
+
+
+def parse_part(part: str) -> tuple[str, int]:
+    name, value = part.split("=")
+    return name, int(value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in (*CASES, *PREFILLS, *LATENTS, *TREES)]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
-    parser.add_argument("--plan", default="", help="parts of the plan to replace, as splits=4,may_cluster=0")
+    parser.add_argument(
+        "--plan",
+        nargs="+",
+        default=[""],
+        help="parts of the plan to replace, as splits=4,may_cluster=0; several, if"
+        ' wanted, and "" for the kernel\'s own',
+    )
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     options = parser.parse_args()
 
-    plan = {name: int(value) for name, value in (part.split("=") for part in options.plan.split(",") if part)}
+    plans = {text: dict(parse_part(part) for part in text.split(",") if part) for text in options.plan}
     has_peers = not options.no_peers
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
+
+    def planned(cases: Sequence[Any], work: Callable[[Any, dict[str, int]], Work]) -> list[Work]:
+        """Each case with each plan; one that does not fit says so instead of a time."""
+        return [
+            dataclasses.replace(found, name=f"{case.name} {text}".strip())
+            for name in options.cases
+            for case in cases
+            if case.name == name
+            for text, plan in plans.items()
+            for found in [work(case, plan)]
+        ]
+
     works = {
-        "case | error | µs | TB/s | of copy | cuDNN µs | reference µs": [
-            case.work(plan, has_peers, rate) for name in options.cases for case in CASES if case.name == name
-        ],
-        "case | error | µs | TFLOP/s | cuDNN µs": [
-            case.work(plan, has_peers) for name in options.cases for case in PREFILLS if case.name == name
-        ],
-        "case | error | µs | TB/s | of copy | TFLOP/s | reference µs": [
-            case.work(plan, has_peers, rate) for name in options.cases for case in LATENTS if case.name == name
-        ],
+        "case | error | µs | TB/s | of copy | cuDNN µs | old Pallas µs | reference µs": planned(
+            CASES, lambda case, plan: work_of(case, plan, has_peers, rate)
+        ),
+        "case | error | µs | TFLOP/s | cuDNN µs": planned(PREFILLS, lambda case, plan: case.work(plan, has_peers)),
+        "case | error | µs | TB/s | of copy | TFLOP/s | reference µs": planned(
+            LATENTS, lambda case, plan: case.work(plan, has_peers, rate)
+        ),
         "case | error | µs | reference µs": [
             case.work(has_peers) for name in options.cases for case in TREES if case.name == name
         ],
@@ -203,7 +192,10 @@ def main() -> None:
                 print(header, flush=True)
             for several in itertools.batched(group, 6):
                 # Compiled together, since that takes most of the time; timed alone.
-                for programs in list(pool.map(Programs.compile, several)):
+                for programs in list(pool.map(Programs.compile_or_say_why, several)):
+                    if isinstance(programs, str):
+                        print(programs, flush=True)
+                        continue
                     rows.append(programs.measure())
                     print(" | ".join(str(value) for value in rows[-1].values()), flush=True)
     if options.output:

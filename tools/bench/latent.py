@@ -5,7 +5,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from timing import COLD_BYTES, Attend, Work, binary_tree, relative_error
+from decode_cases import COLD_BYTES
+from timing import Attend, Work, binary_tree, relative_error
 
 from pallas_kernels.latent_decode import latent_decode, latent_tree_attention
 from pallas_kernels.latent_decode.kernel import latent_tree_decode

@@ -5,8 +5,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from decode_cases import COLD_BYTES
 from jax import lax
-from timing import COLD_BYTES, Work, relative_error
+from timing import Work, relative_error
 
 from pallas_kernels.chunk_prefill import Prefix, chunk_prefill
 from pallas_kernels.chunk_prefill.plan import Plan

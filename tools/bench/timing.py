@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
 _CHAINED = 8  # calls in one iteration: few enough to compile, enough for the host to stay ahead of the device
 _SECONDS = 0.02  # of one measurement
 _TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
@@ -103,6 +102,14 @@ class Programs:
             kernel=Chain.compile(work, work.kernel, shapes),
             peers=peers,
         )
+
+    @staticmethod
+    def compile_or_say_why(work: Work) -> "Programs | str":
+        """A plan can ask for more than the device has."""
+        try:
+            return Programs.compile(work)
+        except (ValueError, RuntimeError, NotImplementedError) as reason:
+            return f"{work.name} | {type(reason).__name__}: {str(reason)[:100]}"
 
     def measure(self) -> dict[str, object]:
         x = self.draw(jax.random.key(0))

@@ -1,0 +1,57 @@
+"""Cases of decoding that the kernel and its peers are measured on, whatever framework these live in."""
+
+import dataclasses
+
+COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    tokens: int
+    page_size: int = 64
+    head_dim: int = 128
+    heads: int = 32
+    kv_heads: int = 8
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.batch}x{self.context}:t{self.tokens}"
+        return (
+            sizes + f":page{self.page_size}" * (self.page_size != 64) + f":head{self.head_dim}" * (self.head_dim != 128)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values of the context in bfloat16."""
+        return 2 * 2 * self.batch * self.context * self.kv_heads * self.head_dim
+
+    @property
+    def sets(self) -> int:
+        return 1 + -(-COLD_BYTES // self.bytes)
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+CASES = [
+    Case(8, 8192, 8),
+    Case(8, 8192, 1),
+    Case(8, 8192, 32),
+    Case(1, 1024, 1),
+    Case(1, 8192, 1),
+    Case(32, 2048, 1),
+    Case(1, 131072, 1),
+    Case(8, 8192, 1, page_size=16),
+    Case(8, 8192, 8, head_dim=64),
+    Case(1, 1024, 8),
+    Case(1, 8192, 8),
+    Case(32, 2048, 8),
+    Case(1, 131072, 8),
+    Case(1, 1024, 32),
+    Case(1, 8192, 32),
+    Case(32, 2048, 32),
+    Case(1, 131072, 32),
+]
