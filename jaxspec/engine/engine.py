@@ -96,9 +96,11 @@ class Engine:
         if has_stages and num_sequences > self.spec.slots_per_group:
             self.program(Variant(is_solo=False, has_lane=False, is_greedy=is_greedy, batch=batch))
 
-    def seconds_per_dispatch(self, batch: int = 1, repeats: int = 3, has_lane: bool = False) -> float:
-        """Time of an empty dispatch, which costs what a busy one does: shapes are static."""
-        variant = Variant(not has_lane or self.spec.pp == 1, has_lane, is_greedy=True, batch=batch)
+    def seconds_per_dispatch(
+        self, batch: int = 1, repeats: int = 3, *, has_lane: bool = False, is_greedy: bool = True
+    ) -> float:
+        """Time of an empty dispatch, which costs what a busy one does but for keys that a kernel does not read."""
+        variant = Variant(not has_lane or self.spec.pp == 1, has_lane, is_greedy, batch)
         plan = Plan(variant, variant.blank_commands(self.spec), [])
         jax.block_until_ready(self._dispatch(plan))
         started = time.perf_counter()

@@ -3,13 +3,15 @@
     python tools/bench/step.py --shape llama-3.1-8b --meshes 1,1,1 2,1,1 --trees none chain:4 --batch 1 8
     python tools/bench/step.py --draft eagle3 --trees chain:4 dynamic:steps=4,topk=4,nodes=16
 
-Shapes are static, so an empty dispatch costs what a busy one does. The floor is what the target's weights take to be
-read, each stage's in turn, at the rate of a large copy measured in the same run; what is above it belongs to the draft
-too. `big` lists the largest temporaries of the program: none should have the size of a cache or of a weight matrix.
+Slots hold `--context` tokens, and shapes are static, so an idle dispatch costs what a busy one does. The floor is what
+the target's weights take to be read, each stage's in turn, at the rate of a large copy measured in the same run; what
+is above it belongs to the draft too. `big` lists the largest temporaries of the program: none should have the size of a
+cache or of a weight matrix.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -21,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from generate import bytes_per_round, copy_rate
+from jax.sharding import Mesh
+from profiling import print_kernels
 
 from jaxspec.cache.pages import PageGeometry
 from jaxspec.cache.plan import check_memory, plan_memory
@@ -37,6 +41,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
 from jaxspec.precision import DTYPES
+from jaxspec.speculate.attention import PALLAS, REFERENCE
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
@@ -73,8 +78,13 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", choices=TAIL_AXES, default=["last"], help="where there are stages")
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--lane", action="store_true", help="the program in which a prompt chunk rides along")
+    parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample")
+    parser.add_argument("--attention", choices=[REFERENCE, PALLAS], default=REFERENCE)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--profile", action="store_true", help="the kernels of a dispatch by their time, after each row"
+    )
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     options = parser.parse_args()
 
@@ -88,7 +98,7 @@ def main() -> None:
         for placement in options.placements if shape.pp > 1 else options.placements[:1]:
             layout = DecoderLayout(config, shape, TAIL_AXES[placement], DTYPES[options.dtype])
             graph, state = abstract_decoder(layout)
-            weights = random_weights(state, layout)
+            weights = random_weights(state, make_mesh(layout.mesh))
             for tree, batch in itertools.product(options.trees, options.batch):
                 row = measure(options, layout, graph, weights, placement, tree, batch, rate)
                 rows.append(row)
@@ -97,9 +107,9 @@ def main() -> None:
         options.output.write_text(json.dumps(rows, indent=1))
 
 
-def random_weights(state, layout: DecoderLayout):
+def random_weights(state, mesh: Mesh):
     """Made in one program, sharded from birth; integers count up."""
-    shardings = nnx.get_named_sharding(state, make_mesh(layout.mesh))
+    shardings = nnx.get_named_sharding(state, mesh)
 
     def draw(key):
         leaves, structure = jax.tree.flatten(state)
@@ -139,7 +149,7 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
     mesh, page_size = layout.mesh, 64 * layout.mesh.dcp
     name = "none" if tree == "none" else options.draft
     drafter = random_head(layout.config) if name == "eagle3" else find_drafter(name)
-    draft_weights = random_weights(state, layout) if (state := drafter.abstract_weights(layout)) else ()
+    draft_weights = random_weights(state, make_mesh(layout.mesh)) if (state := drafter.abstract_weights(layout)) else ()
     pages = -(-options.context // page_size)
     spec = StepSpec(
         layout=layout,
@@ -151,6 +161,7 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         slots_per_group=batch,
         chunk=options.chunk,
         rounds=options.rounds,
+        attention=options.attention,
     )
     device_mesh = make_mesh(mesh)
     try:
@@ -160,11 +171,17 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         return row | dict.fromkeys(("ms/round", "floor ms", "ratio"), "does not fit")
     engine = Engine(spec, device_mesh, graph, weights, draft_weights)
     started = time.perf_counter()
-    program = engine.program(Variant(not options.lane or mesh.pp == 1, options.lane, is_greedy=True, batch=batch))
+    program = engine.program(Variant(not options.lane or mesh.pp == 1, options.lane, not options.sampled, batch))
     compiled = time.perf_counter() - started
+    fill(engine, options.context - spec.tree.num_nodes - 1)
+    dispatch = functools.partial(
+        engine.seconds_per_dispatch, batch, has_lane=options.lane, is_greedy=not options.sampled
+    )
     for _ in range(3):  # the first runs record graphs
-        engine.seconds_per_dispatch(batch, 1, options.lane)
-    seconds = float(np.median([engine.seconds_per_dispatch(batch, 5, options.lane) for _ in range(5)]))
+        dispatch(1)
+    seconds = float(np.median([dispatch(5) for _ in range(5)]))
+    if options.profile:
+        print_kernels(lambda: dispatch(1))
     milliseconds = 1e3 * seconds / (1 if options.lane else options.rounds)  # a lane's dispatch has one round
     floor = 1e3 * bytes_per_round(engine) / rate
     return {
@@ -179,6 +196,18 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         "compile s": round(compiled, 1),
         "big": largest_results(program.as_text()),
     }
+
+
+def fill(engine: Engine, length: int) -> None:
+    """Slots that hold so many tokens, in pages of their own: kernels read no more than there are."""
+    slots = engine._state.slots
+    count, width = slots.page_table.shape
+    held = {
+        "length": np.full(count, length, np.int32),
+        "page_table": 1 + np.arange(count * width, dtype=np.int32).reshape(count, width),
+    }
+    placed = {name: jax.device_put(array, getattr(slots, name).sharding) for name, array in held.items()}
+    engine._state = dataclasses.replace(engine._state, slots=dataclasses.replace(slots, **placed))
 
 
 def largest_results(text: str, least: int = 2**20, count: int = 4) -> list[str]:
