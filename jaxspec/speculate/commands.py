@@ -104,7 +104,7 @@ class Commands:
                 | {"seed": zeros(slots, 2), "stop_ids": zeros(slots, stop_ids) - 1}
                 | {"page_table": zeros(slots, pages_per_slot)}
             ),
-            lane=jax.tree.map(np.array, LaneRows.empty(lane_entries, chunk, pages_per_slot)) if lane_entries else None,
+            lane=LaneRows.empty(lane_entries, chunk, pages_per_slot) if lane_entries else None,
         )
 
     def pack(self) -> np.ndarray:

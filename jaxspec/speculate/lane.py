@@ -6,9 +6,10 @@ group, and the tail takes the chunk's last row as the slot's first.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 NO_SLOT = -1
@@ -36,14 +37,18 @@ class LaneRows:
 
     @staticmethod
     def empty(count: int, chunk: int, pages_per_slot: int) -> "LaneRows":
-        zeros = jnp.zeros(count, jnp.int32)
+        """Of numpy: the host fills them in for every dispatch, and must not wait for the device that runs the last."""
+
+        def zeros(*shape: int) -> Any:
+            return np.zeros(shape, np.int32)
+
         return LaneRows(
-            tokens=jnp.zeros((count, chunk), jnp.int32),
-            start=zeros,
-            length=zeros,
-            next_token=zeros,
-            slot=jnp.full(count, NO_SLOT),
-            page_row=jnp.zeros((count, pages_per_slot), jnp.int32),
+            tokens=zeros(count, chunk),
+            start=zeros(count),
+            length=zeros(count),
+            next_token=zeros(count),
+            slot=zeros(count) + NO_SLOT,
+            page_row=zeros(count, pages_per_slot),
         )
 
     def at(self, index: Int[Array, ""]) -> "LaneRows":

@@ -160,3 +160,16 @@ def test_admit_keeps_the_shape_of_the_tree(applied):
         *("is_active", "length", "pending_count", "path", "remaining"),
         *("page_table", "tokens", "stop_ids", "sampling"),
     )
+
+
+def test_blank_commands_are_made_without_the_device(monkeypatch):
+    """It is busy with the dispatch before, and whatever asks it for something waits that long."""
+
+    def on_device(primitive, *arguments, **parameters):
+        raise AssertionError(f"{primitive} ran on the device")
+
+    monkeypatch.setattr("jax._src.core.Primitive.bind", on_device)
+    packed = blank(lane_entries=2).pack()
+    assert packed.dtype == np.int32
+    with pytest.raises(AssertionError, match="ran on the device"):  # so that the check would notice
+        jnp.zeros(2)
