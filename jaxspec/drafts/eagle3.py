@@ -30,11 +30,11 @@ from jaxspec.errors import UserError
 from jaxspec.mesh import split
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
+from jaxspec.speculate.attention import attend_to_pages
 from jaxspec.speculate.sampling import draft_scores, split_top_k
 from jaxspec.speculate.taps import check_taps
 from jaxspec.speculate.trees import TreeSpec
 from pallas_kernels.chunk_prefill import causal_attention
-from pallas_kernels.context_decode import context_decode
 from pallas_kernels.lse_merge import join
 from pallas_kernels.tree_attention import masked_attention
 
@@ -243,19 +243,21 @@ class TrueRows:
             # Only the newest row's output is wanted, and all that it sees is in pages.
             newest = jnp.maximum(context.count - 1, 0)
             last_q = jnp.take_along_axis(path_q, newest[:, None, None, None], axis=1)
-            output, _ = context_decode(last_q, pages, layer, context.page_table, context.length, scale=scale)
+            output, _ = attend_to_pages(context.attention, last_q, pages, layer, context.page_table, context.length)
             index = jnp.arange(b) * a + newest
             return residual[index], output.reshape(b, -1).astype(q.dtype), pages
         is_causal = jnp.broadcast_to(jnp.tril(jnp.ones((a, a), bool)), (b, a, a))
         outputs = [
             join(
-                context_decode(path_q, pages, layer, context.page_table, self.positions[:, 0], scale=scale),
+                attend_to_pages(context.attention, path_q, pages, layer, context.page_table, self.positions[:, 0]),
                 masked_attention(path_q, path_k, path_v, is_causal, scale=scale),
             ).reshape(b * a, -1)
         ]
         if context.lane is not None:
             lane = context.lane
-            prefix = context_decode(chunk_q[None], pages, layer, lane.page_row[None], lane.start[None], scale=scale)
+            prefix = attend_to_pages(
+                context.attention, chunk_q[None], pages, layer, lane.page_row[None], lane.start[None]
+            )
             among = causal_attention(chunk_q, chunk_k, chunk_v, scale=scale)
             outputs.append(join((prefix[0][0], prefix[1][0]), among).reshape(len(chunk_q), -1))
         return residual, jnp.concatenate(outputs).astype(q.dtype), pages
@@ -274,7 +276,7 @@ def run_level(head: Eagle3Head, context: DraftContext, pages: DraftPages, drafte
             k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
         scale = q.shape[-1] ** -0.5
         joined = join(
-            context_decode(q, pages, layer, context.page_table, context.length, scale=scale),
+            attend_to_pages(context.attention, q, pages, layer, context.page_table, context.length),
             masked_attention(q, k, v, level.sees, scale=scale),
         )
         return residual, joined.reshape(b * r, -1).astype(q.dtype), (*kv, (k, v))

@@ -45,6 +45,7 @@ class DraftContext:
       lane, lane_hidden, lane_taps: the prompt chunk that leaves with the group, and the states and taps of its rows;
         None where there is none. Its rows extend the draft's KV too.
       target: for its embedding and head; call it with `tail_axes`.
+      attention: as of the target, `REFERENCE` or `PALLAS`.
       collectives: what a drafter talks across devices by.
     """
 
@@ -64,6 +65,7 @@ class DraftContext:
     lane_taps: Float[Array, "C taps E"] | None
     target: Decoder
     tail_axes: AxisNames
+    attention: str
     collectives: Collectives
 
 

@@ -67,6 +67,27 @@ def choose_attention(
     return (REFERENCE, broken) if broken else (PALLAS, "Hopper")
 
 
+def attend_to_pages(
+    attention: str,
+    q: Float[Array, "B T H D"],
+    pages: Float[Array, "L 2 P S K D"],
+    layer: int,
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """`context_decode` over pages that no axis splits along the sequence, as those of a draft.
+
+    Args:
+      attention: `PALLAS` takes the kernel where it takes these shapes.
+    """
+    (tokens, heads, head_dim), (page_size, kv_heads) = q.shape[1:], pages.shape[3:5]
+    broken = plan.unsupported(
+        dtype=pages.dtype, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size
+    )
+    decode = kernel.context_decode if attention == PALLAS and not broken else context_decode
+    return decode(q, pages, layer, page_table, lengths, scale=_scale(q))
+
+
 @dataclasses.dataclass(frozen=True)
 class VisitAttention:
     """The `attend` that a stage hands to its layers. Rows are the B * T tree nodes, then the lane's, then padding.

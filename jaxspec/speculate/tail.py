@@ -122,6 +122,7 @@ def finish(
             lane_taps=chunk.taps if has_lane else None,
             target=target,
             tail_axes=tail_axes,
+            attention=spec.attention,
             collectives=collectives,
         ),
         spec.tree,

@@ -23,7 +23,7 @@ from jaxspec.errors import UserError
 from jaxspec.mesh import MODEL_AXES, MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
-from jaxspec.speculate.attention import VisitAttention, choose_attention
+from jaxspec.speculate.attention import VisitAttention, attend_to_pages, choose_attention
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.context_decode import context_decode as decode_reference
 from pallas_kernels.context_decode.kernel import context_decode, tree_decode
@@ -321,3 +321,20 @@ def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(batch,
     compiled, report = compile_for_h200(jax.jit(decode), arguments, monkeypatch, capfd)
     assert_without_spills(report)
     assert compiled.memory_analysis().temp_size_in_bytes < pages.size // 8
+
+
+@pytest.mark.parametrize("tokens", [4, 65], ids=["taken", "not_taken"])
+def test_a_draft_attends_to_its_pages_by_the_kernel_where_it_takes_them(tokens):
+    case = Case(min(tokens, 64), 2, 1, 64, 16, (5, 33), has_tree=False)
+    x = case.draw(poison=0.0)
+    q = jnp.tile(x["q"], (1, 2, 1, 1))[:, :tokens]
+    arguments = (q, x["pages"], LAYER, x["page_table"], x["lengths"])
+    found = attend_to_pages("pallas", *arguments)
+    plain = attend_to_pages("reference", *arguments)
+    names = [
+        eqn.params.get("name")
+        for eqn in jax.make_jaxpr(functools.partial(attend_to_pages, "pallas", *arguments))().jaxpr.eqns
+    ]
+    assert ("_planned" in names) == (tokens == 4)
+    for ours, theirs in zip(found, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-2)
