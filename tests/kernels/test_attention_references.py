@@ -20,9 +20,17 @@ NO_KEYS = -1e30
 LENGTHS = np.array([0, 1, 3, 4, 5, 7, 8, 9, 11, 12])
 TOLERANCE = 1e-5  # float32 against float64, values of order 1
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 decode = jax.jit(context_decode, static_argnames=("layer", "scale"))
 commit = jax.jit(commit_rows)
 attend_tree = jax.jit(tree_attention, static_argnames="scale")
+
+
+@pytest.fixture
+def exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def naive_attend(q, keys, values):

@@ -47,7 +47,10 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
 def layout(request):
-    return request.param
+    if request.param.mesh.size > jax.device_count():
+        pytest.skip(f"mesh {request.param.mesh} needs {request.param.mesh.size} devices")
+    with jax.default_matmul_precision("highest"):
+        yield request.param
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from test_eagle3_head import FIXTURES, Ends, ends_of, fitted, target_of
 
 from jaxspec.mesh import make_mesh
 from jaxspec.models.decoder import DecoderLayout
+from jaxspec.train.chain_attention import chain_attention
 from jaxspec.train.dataset import Batch
 from jaxspec.train.loss import step_sums
-from jaxspec.train.unroll import chain_attention, sees, unroll
+from jaxspec.train.unroll import sees, unroll
 from pallas_kernels.tree_attention import masked_attention
 
 STEPS = 3
