@@ -55,8 +55,8 @@ class LLM:
         `dynamic:steps=3,topk=4,nodes=16`; None takes the drafter's own default.
       dtype: "auto" (bfloat16 on GPUs, float32 on CPUs), "float32" or "bfloat16".
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
-      attention: of decoding: "reference" in plain JAX, "pallas" by the kernel for Hopper GPUs (on a CPU it is
-        simulated, one device only), "auto" by the kernel where there is such a GPU and it takes the model's shapes.
+      attention: "auto" by the kernels for Hopper GPUs where there is such a GPU and they take the model's shapes, else
+        in plain JAX; "reference" always in plain JAX; "pallas" by the kernels (on a CPU simulated, one device only).
       exchange: how devices talk: "xla" by its collectives, "peers" by stores into each other's memory (Hopper GPUs of
         one host and one process; messages of up to 512 KiB), "auto" by stores where that can be had.
       draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
@@ -144,7 +144,7 @@ class LLM:
             rounds=rounds_per_dispatch or (4 if is_gpu else 1),
             attention=self.attention,
         )
-        self._report(f"attention of decoding: {self.attention} ({reason})")
+        self._report(f"attention: {self.attention} ({reason})")
         self.exchange, reason = choose_exchange(exchange, self._mesh)
         self._report(f"exchange between devices: {self.exchange} ({reason})")
         # One for all engines: it is memory that no program owns.

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="those that don't fit are left out")
     parser.add_argument("--draft", help="an EAGLE-3 head of SmolLM2, beside n-grams")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention", default="reference")
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--exchange", default="xla")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help="only the first N")
@@ -111,6 +111,7 @@ def measure_speeds(options: argparse.Namespace, meshes: list[str]) -> Iterator[d
             with tempfile.TemporaryDirectory() as directory:
                 rows = Path(directory) / "rows.json"
                 sizes = ["--context", str(context), "--batch", *map(str, options.batch), "--shape", options.shape]
+                sizes += ["--attention", options.attention]
                 command = [sys.executable, str(STEP), "--meshes", mesh, *sizes, "--output", str(rows)]
                 end, _ = wait(command, options.limit)
                 measured = json.loads(rows.read_text()) if rows.is_file() else []

@@ -1,13 +1,13 @@
 """The target over whole texts at once, without a cache: for what is not served."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.decoder import Decoder, Observe
+
+_CUDNN_HEAD_DIMS = range(8, 129, 8)
 
 
 def read_whole[Observed](
@@ -39,7 +39,5 @@ def _attend(
     q: Float[Array, "B S H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"], mask: Bool[Array, "B 1 S S"]
 ) -> Float[Array, "B S H D"]:
     """XLA would write the scores of all heads to memory, more than once a layer; cuDNN never does."""
-    attention = functools.partial(jax.nn.dot_product_attention, mask=mask)
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return attention(q, k, v)
-    return lax.platform_dependent(q, k, v, cuda=functools.partial(attention, implementation="cudnn"), default=attention)
+    has_cudnn = q.dtype == jnp.bfloat16 and q.shape[-1] in _CUDNN_HEAD_DIMS and "cuda" in get_backend().platform_version
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn" if has_cudnn else None)

@@ -135,7 +135,7 @@ def filter_threshold(
         return jnp.maximum(k_key, p_key)
 
     # The search is hundreds of launches; that no row needs it is the same on all devices, which have the same rows.
-    has_filter = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
+    has_filter = jnp.any(((rows.top_k > 0) | (rows.top_p < 1)) & (rows.temperature > 0))
     key = lax.cond(has_filter, search, lambda: jnp.zeros(scaled.shape[:-1], jnp.uint32))
     threshold = _from_ordered_bits(key)
     return jnp.maximum(threshold, jnp.log(rows.min_p))[..., None]

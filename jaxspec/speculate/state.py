@@ -31,7 +31,7 @@ class StepSpec:
       chunk: C, prompt tokens a lane chunk may have.
       rounds: rounds of a dispatch.
       stop_ids: E, stop ids a request may have.
-      attention: "pallas" decodes with the kernel, "reference" in plain JAX.
+      attention: "pallas" attends with the kernels where they take the shapes, "reference" in plain JAX.
     """
 
     layout: DecoderLayout

@@ -86,11 +86,14 @@ def finish(
     final = target.final_hidden(trees.hidden)
     # A prompt's last token stands one position before `length`; its row takes the root's place.
     root_position = rows.length - is_activated
+    is_live = (rows.is_active | is_activated) & is_occupied
+    # Slots without a request are greedy: parameters of the last one would still be worked for.
+    temperature = jnp.where(is_live, rows.sampling.temperature, 0.0)
     targets = collectives.publish(
         target_tokens(
             target.logits(final),
             root_position[:, None] + depths(rows.ancestors) + 1,
-            rows.sampling,
+            dataclasses.replace(rows.sampling, temperature=temperature),
             vocab_size=spec.layout.config.vocab_size,
             axes=tail_axes,
             is_greedy=is_greedy,
@@ -98,7 +101,7 @@ def finish(
         ),
         spec.pp,
     )
-    verdict = judge(spec, rows, targets, (rows.is_active | is_activated) & is_occupied, root_position)
+    verdict = judge(spec, rows, targets, is_live, root_position)
 
     rows = settle(rows, verdict, is_activated)
     tokens = record(state.history, rows, verdict, lane)

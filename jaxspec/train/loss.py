@@ -29,7 +29,7 @@ class Sums:
       loss, learned: of what is learned from: tokens of answers where the target's likeliest token is in the draft
         vocabulary.
       correct, drafted: how many of the head's likeliest tokens are the target's, of all tokens of answers.
-      tokens, rounds: how many tokens of answers follow their first one, and in how many rounds a chain of as many
+      emitted, rounds: how many tokens of answers follow their first one, and in how many rounds a chain of as many
         drafts as steps emits them: the engine's own, where the target has said them greedily.
     """
 
@@ -37,7 +37,7 @@ class Sums:
     learned: Int[Array, "steps"]
     correct: Int[Array, "steps"]
     drafted: Int[Array, "steps"]
-    tokens: Int[Array, ""]
+    emitted: Int[Array, ""]
     rounds: Int[Array, ""]
 
 
@@ -48,17 +48,22 @@ def step_sums(
     hidden: Float[Array, "B S E"],
     batch: Batch,
     loss: str,
-) -> Sums:
+    weights: Float[Array, "steps"],
+) -> tuple[Float[Array, ""], Sums]:
     """Measures the outputs of `unroll` against the target's states `hidden`.
 
     Args:
       loss: "kl": the divergence of the draft from the target over the draft vocabulary, where the target is
         renormalised. "acceptance": -log of the sum of min(p, q), the probability that a drafted token is accepted.
+      weights: of the steps.
+
+    Returns:
+      The weighted sum of the losses, through which alone gradients go.
     """
     steps, b, s = outputs.shape[:3]
     # By the position u at which the target says the token: step s is row u - 1 - s there.
     aligned = jnp.stack([_later(rows, step + 1) for step, rows in enumerate(outputs)])
-    drafted = jnp.stack([_is_drafted(batch, step) for step in range(steps)])
+    drafted = is_drafted(batch, steps)
     size = math.gcd(b * s, _POSITIONS)
 
     def blocks(x: Array, before: int) -> Array:
@@ -69,20 +74,28 @@ def step_sums(
     matrix, ids = head.vocabulary(target)
     rows = blocks(head.normed(aligned), 1)
     truth = _Truth(blocks(hidden, 0), target.vocabulary, ids, blocks(drafted, 1))
-    total, (correct, is_known) = _over_vocabulary(loss, rows, matrix, truth)
+    objective, total, (correct, is_known) = _over_vocabulary(loss, rows, matrix, truth, weights)
     is_correct = jnp.moveaxis(correct, 0, 1).reshape(steps, b, s) & drafted
     learned = drafted & is_known.reshape(b, s)
     # Back to the rows from which they were drafted: a row's drafts hold up to its first wrong one.
     runs = jnp.cumprod(jnp.stack([_earlier(hits, step + 1) for step, hits in enumerate(is_correct)]), axis=0)
     emits = _earlier(drafted[0] & batch.is_answer, 1)
-    return Sums(
+    sums = Sums(
         loss=total,
         learned=learned.sum((1, 2)),
         correct=is_correct.sum((1, 2)),
         drafted=drafted.sum((1, 2)),
-        tokens=emits.sum(),
+        emitted=emits.sum(),
         rounds=_rounds(emits, runs.sum(0)).sum(),
     )
+    return objective, sums
+
+
+def is_drafted(batch: Batch, steps: int) -> Bool[Array, "steps B S"]:
+    """Where the target says a token of an answer, in the conversation of the row that drafts it in each step."""
+    end = _earlier(batch.documents, 1)
+    says = (end > 0) & _earlier(batch.is_answer, 1)
+    return jnp.stack([says & (_later(batch.documents, step + 1) == end) for step in range(steps)])
 
 
 def _rounds(emits: Bool[Array, "B S"], accepted: Int[Array, "B S"]) -> Bool[Array, "B S"]:
@@ -109,7 +122,7 @@ class _Truth(NamedTuple):
     Attributes:
       states: of the target, in blocks of positions.
       matrix: the target's vocabulary.
-      ids: in it, of the draft vocabulary.
+      ids: in it, of the draft vocabulary, ascending.
       drafted: whether a draft counts.
     """
 
@@ -124,13 +137,17 @@ type _Hits = tuple[Bool[Array, "blocks steps N"], Bool[Array, "blocks N"]]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_vocabulary(
-    loss: str, rows: Float[Array, "blocks steps N H"], matrix: Float[Array, "V_d H"], truth: _Truth
-) -> tuple[Float[Array, "steps"], _Hits]:
-    """Sums of the losses, which drafts are right, and whether the target's token is in the draft vocabulary.
+    loss: str,
+    rows: Float[Array, "blocks steps N H"],
+    matrix: Float[Array, "V_d H"],
+    truth: _Truth,
+    weights: Float[Array, "steps"],
+) -> tuple[Float[Array, ""], Float[Array, "steps"], _Hits]:
+    """The weighted sum of the losses; and what no gradient goes through: the sums of each step, which drafts are
+    right, and whether the target's token is in the draft vocabulary.
 
     Logits are large, and what follows from them is little: they are computed once, a block at a time, and where
-    gradients are wanted these are made at once too, a step's for a loss of weight 1, so that nothing is kept or
-    computed again.
+    gradients are wanted these are made at once too, so that no logits are kept or computed again.
     """
 
     def of_block(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Any]:
@@ -138,31 +155,30 @@ def _over_vocabulary(
         losses, hits, _ = _block(loss, rows, matrix, truth, states, drafted)
         return total + losses, hits
 
-    return lax.scan(of_block, jnp.zeros(rows.shape[1]), (rows, truth.states, truth.drafted))
+    total, hits = lax.scan(of_block, jnp.zeros(rows.shape[1]), (rows, truth.states, truth.drafted))
+    return jnp.sum(weights * total), total, hits
 
 
-def _forward(loss, rows, matrix, truth):
+def _forward(loss, rows, matrix, truth, weights):
     def of_block(sums: tuple[Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
         rows, states, drafted = block
         losses, hits, pull = _block(loss, rows, matrix, truth, states, drafted)
-        (d_logits,) = pull(jnp.ones_like(losses))
+        (d_logits,) = pull(weights)
         d_logits = d_logits.astype(rows.dtype)
         d_rows = jnp.einsum("snv,vh->snh", d_logits, matrix, preferred_element_type=jnp.float32)
-        d_matrix = jnp.einsum("snv,snh->svh", d_logits, rows, preferred_element_type=jnp.float32)
+        d_matrix = jnp.einsum("snv,snh->vh", d_logits, rows, preferred_element_type=jnp.float32)
         total, d_total = sums
         return (total + losses, d_total + d_matrix), (hits, d_rows.astype(rows.dtype))
 
-    steps = rows.shape[1]
-    zeros = jnp.zeros(steps), jnp.zeros((steps, *matrix.shape), jnp.float32)
+    zeros = jnp.zeros(rows.shape[1]), jnp.zeros(matrix.shape, jnp.float32)
     (total, d_matrix), (hits, d_rows) = lax.scan(of_block, zeros, (rows, truth.states, truth.drafted))
-    return (total, hits), (d_rows, d_matrix, matrix)
+    return (jnp.sum(weights * total), total, hits), (d_rows, d_matrix.astype(matrix.dtype))
 
 
 def _backward(loss, gradients, wanted):
-    d_rows, d_matrix, matrix = gradients
-    weights, _ = wanted
-    scaled = jnp.einsum("s,svh->vh", weights, d_matrix, precision=lax.Precision.HIGHEST)
-    return d_rows * weights[:, None, None].astype(d_rows.dtype), scaled.astype(matrix.dtype), None
+    d_rows, d_matrix = gradients
+    factor = wanted[0]
+    return (factor * d_rows).astype(d_rows.dtype), (factor * d_matrix).astype(d_matrix.dtype), None, None
 
 
 _over_vocabulary.defvjp(_forward, _backward)
@@ -172,8 +188,11 @@ def _block(loss, rows, matrix, truth, states, drafted):
     """Sums of the losses of a block, its hits, and the gradient of these sums by the logits."""
     scores = jnp.einsum("ne,ve->nv", states, truth.matrix, preferred_element_type=jnp.float32)
     best = jnp.argmax(scores, axis=-1)
-    is_known = jnp.zeros(scores.shape[-1], bool).at[truth.ids].set(True)[best]
-    log_p = jax.nn.log_softmax(scores[:, truth.ids])
+    is_known = jnp.ones(best.shape, bool)
+    if len(truth.ids) < scores.shape[-1]:
+        is_known = jnp.zeros(scores.shape[-1], bool).at[truth.ids].set(True)[best]
+        scores = scores[:, truth.ids]
+    log_p = jax.nn.log_softmax(scores)
     logits = jnp.einsum("snh,vh->snv", rows, matrix, preferred_element_type=jnp.float32)
 
     def losses(logits: Float[Array, "steps N V_d"]) -> Float[Array, "steps"]:
@@ -192,12 +211,6 @@ def _row_losses(
         return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
     overlap = jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
     return -jnp.log(jnp.maximum(overlap, _LEAST_ACCEPTANCE))
-
-
-def _is_drafted(batch: Batch, step: int) -> Bool[Array, "B S"]:
-    """Where the target says a token of an answer, in the conversation of the row that drafts it in this step."""
-    start, end = _later(batch.documents, step + 1), _earlier(batch.documents, 1)
-    return (start == end) & (end > 0) & _earlier(batch.is_answer, 1)
 
 
 def _later(x: Array, by: int) -> Array:

@@ -193,7 +193,7 @@ def _measurement(split: str, step: int, tokens: int, speed: float | None, sums: 
         tokens_per_second=speed,
         loss=(total.loss / np.maximum(total.learned, 1)).tolist(),
         accuracy=(total.correct / np.maximum(total.drafted, 1)).tolist(),
-        accepted_length=float(total.tokens / max(total.rounds, 1)),
+        accepted_length=float(total.emitted / total.rounds) if total.rounds else 1.0,
     )
 
 

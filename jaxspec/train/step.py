@@ -28,7 +28,7 @@ from jaxspec.models.decoder import Decoder, DecoderLayout
 from jaxspec.precision import matmul_precision
 from jaxspec.train.config import TrainingConfig, TrainMesh
 from jaxspec.train.dataset import Batch
-from jaxspec.train.loss import Sums, step_sums
+from jaxspec.train.loss import Sums, is_drafted, step_sums
 from jaxspec.train.unroll import read_target, unroll
 
 DATA = "data"
@@ -131,19 +131,21 @@ def build_trainer(
         target = nnx.merge(target_graph, target_weights)
         return target, read_target(target, batch, taps)
 
-    def measure(params: dict[str, Any], target: Decoder, seen: tuple[Array, Array], batch: Batch) -> Sums:
-        head = merge_head(params)
-        outputs = unroll(head, target, seen[0], batch, training.unroll_steps)
-        return step_sums(head, target, outputs, seen[1], batch, training.loss)
+    def measure(
+        params: dict[str, Any], target: Decoder, seen: tuple[Array, Array], batch: Batch
+    ) -> tuple[Float[Array, ""], Sums]:
+        head, steps = merge_head(params), training.unroll_steps
+        # Means over the whole batch, so that the number of devices does not matter.
+        counts = lax.psum(is_drafted(batch, steps).sum((1, 2)), DATA)
+        weights = training.decay ** jnp.arange(steps) / jnp.maximum(counts, 1)
+        outputs = unroll(head, target, seen[0], batch, steps)
+        return step_sums(head, target, outputs, seen[1], batch, training.loss, weights)
 
     def step(state: TrainState, target_weights: Any, batch: Batch) -> tuple[TrainState, Sums]:
         target, seen = read(target_weights, batch)
 
         def objective(params: dict[str, Any]) -> tuple[Float[Array, ""], Sums]:
-            sums = measure(params, target, seen, batch)
-            # Means over the whole batch, so that the number of devices does not matter.
-            means = sums.loss / jnp.maximum(lax.psum(sums.learned, DATA), 1)
-            return jnp.sum(training.decay ** jnp.arange(training.unroll_steps) * means), sums
+            return measure(params, target, seen, batch)
 
         gradients, sums = lax.psum(jax.grad(objective, has_aux=True)(state.params), DATA)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
@@ -151,7 +153,7 @@ def build_trainer(
 
     def evaluate(params: dict[str, Any], target_weights: Any, batch: Batch) -> Sums:
         target, seen = read(target_weights, batch)
-        return lax.psum(measure(params, target, seen, batch), DATA)
+        return lax.psum(measure(params, target, seen, batch)[1], DATA)
 
     def compiled(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
         specs = (P(), target_specs, P(DATA))

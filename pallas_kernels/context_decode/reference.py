@@ -21,7 +21,7 @@ def context_decode(
     Args:
       q: query heads; head h reads KV head `h*K//H` (grouped-query attention).
       pages: keys (index 0) and values (1) of every layer.
-      layer: which layer, static.
+      layer: which layer.
       page_table: pages of each sequence, in order; entries beyond its length must be valid pages too.
       lengths: tokens of each sequence on this device; 0 gives an output of 0 and a log-sum-exp of -1e30.
       scale: factor on the scores.

@@ -30,7 +30,7 @@ def latent_decode(
     Args:
       q: query heads, the key's up-projection absorbed; then their rotary part.
       pages: latents of every layer, then the rotary part of the key.
-      layer: which layer, static.
+      layer: which layer.
       page_table: pages of each sequence, in order; entries beyond its length must be valid pages too.
       lengths: tokens of each sequence on this device; 0 gives an output of 0 and a log-sum-exp of -1e30.
       scale: factor on the scores.

@@ -126,11 +126,13 @@ def by_cudnn(case: Case) -> Attend:
 
 def by_old_pallas(case: Case) -> Attend:
     """One query token over pages of each KV head; what the pages hold is random, so they may be read as such."""
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention  # deprecated: it may be gone one day
 
     def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
         if case.tokens > 1:
             raise NotImplementedError("one query token")
+        # Deprecated: it may be gone one day.
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
         k, v = (x.pages[0, kind].reshape(case.kv_heads, -1, case.page_size, case.head_dim) for kind in (0, 1))
         return paged_attention(q[:, 0] * case.scale, k, v, x.tables[i], x.lengths)[:, None]
 

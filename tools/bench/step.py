@@ -3,7 +3,8 @@
     python tools/bench/step.py --shape llama-3.1-8b --meshes 1,1,1 2,1,1 --trees none chain:4 --batch 1 8
     python tools/bench/step.py --draft eagle3 --trees chain:4 dynamic:steps=4,topk=4,nodes=16
 
-Slots hold `--context` tokens, and shapes are static, so an idle dispatch costs what a busy one does. The floor is what
+Slots hold `--context` tokens, and shapes are static, so an idle dispatch costs what a busy one does (but a chunk
+of the lane is empty). The floor is what
 the target's weights take to be read, each stage's in turn, at the rate of a large copy measured in the same run; what
 is above it belongs to the draft too. `big` lists the largest temporaries of the program: none should have the size of a
 cache or of a weight matrix.
@@ -35,13 +36,13 @@ from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import UserError
-from jaxspec.llm import TAIL_AXES
+from jaxspec.llm import ATTENTION, TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
 from jaxspec.precision import DTYPES
-from jaxspec.speculate.attention import PALLAS, REFERENCE
+from jaxspec.speculate.attention import AUTO, choose_attention
 from jaxspec.speculate.program import Variant
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
@@ -78,13 +79,11 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", choices=TAIL_AXES, default=["last"], help="where there are stages")
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--lane", action="store_true", help="the program in which a prompt chunk rides along")
-    parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample")
-    parser.add_argument("--attention", choices=[REFERENCE, PALLAS], default=REFERENCE)
+    parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample, without filters")
+    parser.add_argument("--attention", choices=ATTENTION, default=AUTO)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument(
-        "--profile", action="store_true", help="the kernels of a dispatch by their time, after each row"
-    )
+    parser.add_argument("--profile", action="store_true", help="the kernels of two dispatches by their time")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     options = parser.parse_args()
 
@@ -151,19 +150,20 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
     drafter = random_head(layout.config) if name == "eagle3" else find_drafter(name)
     draft_weights = random_weights(state, make_mesh(layout.mesh)) if (state := drafter.abstract_weights(layout)) else ()
     pages = -(-options.context // page_size)
+    shape, geometry, device_mesh = TreeSpec.parse(tree), PageGeometry(page_size, mesh.dcp), make_mesh(mesh)
+    attention, _ = choose_attention(options.attention, device_mesh.devices.flat[0], layout, shape.num_nodes, geometry)
     spec = StepSpec(
         layout=layout,
         drafter=drafter,
-        tree=TreeSpec.parse(tree),
-        geometry=PageGeometry(page_size, mesh.dcp),
+        tree=shape,
+        geometry=geometry,
         num_pages=1 + batch * mesh.pp * pages,
         pages_per_slot=pages,
         slots_per_group=batch,
         chunk=options.chunk,
         rounds=options.rounds,
-        attention=options.attention,
+        attention=attention,
     )
-    device_mesh = make_mesh(mesh)
     try:
         check_memory(plan_memory(spec, device_mesh), device_mesh)
     except UserError:

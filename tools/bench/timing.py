@@ -93,7 +93,7 @@ class Programs:
         for name, attend in work.peers.items():
             try:
                 peers[name] = Chain.compile(work, attend, shapes)
-            except (ValueError, RuntimeError, NotImplementedError) as reason:
+            except (ValueError, RuntimeError, NotImplementedError, ImportError) as reason:
                 peers[name] = f"{type(reason).__name__}: {str(reason)[:60]}"
         return Programs(
             work=work,

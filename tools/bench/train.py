@@ -98,7 +98,7 @@ def flops(draft_vocab: int, target: ModelConfig, steps: int) -> float:
     layer = width * (heads + 3 * inner)
     draft = layer + width * (target.num_heads + 2 * target.num_kv_heads) * target.head_dim + width * draft_vocab
     once = target.num_layers * layer + width * target.vocab_size
-    return 2 * once + 6 * (3 * width * width + steps * draft)
+    return 2 * once + 4 * 3 * width * width + 6 * steps * draft
 
 
 def product_rate(dtype: np.dtype) -> float:
