@@ -289,7 +289,7 @@ class LLM:
         self._report(
             f"compiling the program for {what}, {variant.batch} sequences a group …"
             if seconds is None
-            else f"compiled in {seconds:.1f} s"
+            else f"compiled the program for {what} in {seconds:.1f} s"
         )
 
 

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -91,10 +92,13 @@ class Engine:
     def warm_up(self, num_sequences: int, is_greedy: bool) -> None:
         """Compiles what so many sequences that come at once need; other variants are compiled when first met."""
         has_stages, batch = self.spec.pp > 1, self.scheduler.batch_for(num_sequences)
-        self.program(Variant(not has_stages, has_lane=True, is_greedy=is_greedy, batch=batch))
-        self.program(Variant(is_solo=True, has_lane=False, is_greedy=is_greedy, batch=batch))
+        variants = [
+            Variant(not has_stages, has_lane=True, is_greedy=is_greedy, batch=batch),
+            Variant(is_solo=True, has_lane=False, is_greedy=is_greedy, batch=batch),
+        ]
         if has_stages and num_sequences > self.spec.slots_per_group:
-            self.program(Variant(is_solo=False, has_lane=False, is_greedy=is_greedy, batch=batch))
+            variants.append(Variant(is_solo=False, has_lane=False, is_greedy=is_greedy, batch=batch))
+        self._compile([variant for variant in variants if variant not in self.programs])
 
     def seconds_per_dispatch(
         self, batch: int = 1, repeats: int = 3, *, has_lane: bool = False, is_greedy: bool = True
@@ -163,20 +167,32 @@ class Engine:
     def program(self, variant: Variant) -> Step:
         """The compiled program of a variant; compiled when it is first asked for."""
         if variant not in self.programs:
-            self._on_compile(variant, None)
-            started = time.perf_counter()
+            self._compile([variant])
+        return self.programs[variant]
+
+    def _compile(self, variants: list[Variant]) -> None:
+        """All at once: each keeps a core busy, and users wait for it."""
+
+        def lower(variant: Variant) -> jax.stages.Lowered:
             specs = [nnx.get_partition_spec(weights) for weights in (self.weights, self._draft_weights)]
-            step = build_step(self.spec, variant, self.mesh, self.graph, *specs)
             commands = variant.blank_commands(self.spec).pack()
-            self.programs[variant] = step.lower(
+            return build_step(self.spec, variant, self.mesh, self.graph, *specs).lower(
                 self.weights,
                 self._draft_weights,
                 dataclasses.replace(self._state, ring=self._abstract_ring(variant.batch)),
                 jax.ShapeDtypeStruct(commands.shape, commands.dtype, sharding=NamedSharding(self.mesh, P())),
                 self._tables,
-            ).compile()
-            self._on_compile(variant, time.perf_counter() - started)
-        return self.programs[variant]
+            )
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            compiling: dict[Future[Any], Variant] = {}
+            for variant in variants:
+                self._on_compile(variant, None)
+                compiling[pool.submit(lower(variant).compile)] = variant
+            for done in as_completed(compiling):
+                self.programs[compiling[done]] = done.result()
+                self._on_compile(compiling[done], time.perf_counter() - started)
 
 
 def _await_results(in_flight: deque[tuple[Plan, Results]], peers: Peers | None) -> None:
