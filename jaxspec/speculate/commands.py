@@ -5,7 +5,6 @@ Commands for a slot take effect when its group enters stage 0 for the first time
 
 import dataclasses
 import enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxspec.cache.slots import SlotTable, select_rows
-from jaxspec.speculate.lane import LaneRows
+from jaxspec.speculate.lane import LaneRows, zeros
 from jaxspec.speculate.sampling import SamplingRows
 
 NO_GROUP = -1
@@ -93,10 +92,6 @@ class Commands:
     @staticmethod
     def blank(slots: int, stop_ids: int, pages_per_slot: int, lane_entries: int, chunk: int) -> "Commands":
         """Numpy arrays that ask for nothing, to be filled in by the host."""
-
-        def zeros(*shape: int) -> Any:
-            return np.zeros(shape, np.int32)
-
         return Commands(
             entering=zeros(),
             slots=SlotCommands(

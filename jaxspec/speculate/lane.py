@@ -15,6 +15,11 @@ from jaxtyping import Array, Int
 NO_SLOT = -1
 
 
+def zeros(*shape: int) -> Any:
+    """Of numpy: the host fills them in for every dispatch, and must not wait for the device that runs the last."""
+    return np.zeros(shape, np.int32)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LaneRows:
@@ -37,11 +42,6 @@ class LaneRows:
 
     @staticmethod
     def empty(count: int, chunk: int, pages_per_slot: int) -> "LaneRows":
-        """Of numpy: the host fills them in for every dispatch, and must not wait for the device that runs the last."""
-
-        def zeros(*shape: int) -> Any:
-            return np.zeros(shape, np.int32)
-
         return LaneRows(
             tokens=zeros(count, chunk),
             start=zeros(count),

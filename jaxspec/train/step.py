@@ -143,11 +143,7 @@ def build_trainer(
 
     def step(state: TrainState, target_weights: Any, batch: Batch) -> tuple[TrainState, Sums]:
         target, seen = read(target_weights, batch)
-
-        def objective(params: dict[str, Any]) -> tuple[Float[Array, ""], Sums]:
-            return measure(params, target, seen, batch)
-
-        gradients, sums = lax.psum(jax.grad(objective, has_aux=True)(state.params), DATA)
+        gradients, sums = lax.psum(jax.grad(measure, has_aux=True)(state.params, target, seen, batch), DATA)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer_state), sums
 

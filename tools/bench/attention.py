@@ -9,12 +9,11 @@ sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s c
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
 (`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. jax's older
 Pallas kernel (Triton) reads pages of its own layout, for one query token. FlashInfer is a script of its own,
-`peer_flashinfer.py`, for it lives in PyTorch. Of a prefill,
-whose chunk is causal, TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not
-join them. Of latents, TB/s counts each once, and TFLOP/s both products of the prefix. `tree:` joins a layer's tree with
-the parts of dcp ranks; it is given no bytes, for it finds them in the L2 cache. Before it is timed, each case is
-compared with the reference: `error` is ‖kernel − reference‖ / ‖reference‖, for a prefill over rows spread over the
-chunk.
+`peer_flashinfer.py`, for it lives in PyTorch. Of a prefill, whose chunk is causal, TFLOP/s counts what its rows see;
+cuDNN attends to prefix and chunk in two calls and does not join them. Of latents, TB/s counts each once, and TFLOP/s
+both products of the prefix. `tree:` joins a layer's tree with the parts of dcp ranks; it is given no bytes, for it
+finds them in the L2 cache. Before it is timed, each case is compared with the reference: `error` is
+‖kernel − reference‖ / ‖reference‖, for a prefill over rows spread over the chunk.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from generate import copy_rate
 from jax import lax
 from latent import LATENTS
 from prefill import PREFILLS
-from timing import Attend, Programs, Work, binary_tree, relative_error
+from timing import Attend, Programs, Work, binary_tree, or_reason, relative_error
 from tree import TREES
 
 from pallas_kernels.context_decode import context_decode
@@ -99,11 +98,10 @@ def by_kernel(case: Case, plan: dict[str, int]) -> Attend:
     rows = case.tokens * case.heads // case.kv_heads
     how = dataclasses.replace(Plan.of(case.batch, rows, case.kv_heads, case.head_dim, tiles), **plan)
 
-    @jax.jit  # traced once, however often it is called
-    def attend(q, pages, table, lengths, tree):
-        return tree_decode(q, pages, 0, table, lengths, *tree, scale=case.scale, plan=how)[0]
+    def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
+        return tree_decode(q, x.pages, 0, x.tables[i], x.lengths, *x.tree, scale=case.scale, plan=how)[0]
 
-    return lambda q, x, i: attend(q, x.pages, x.tables[i], x.lengths, x.tree)
+    return attend
 
 
 def by_reference(case: Case) -> Attend:
@@ -165,14 +163,12 @@ def main() -> None:
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
 
     def planned(cases: Sequence[Any], work: Callable[[Any, dict[str, int]], Work]) -> list[Work]:
-        """Each case with each plan; one that does not fit says so instead of a time."""
         return [
-            dataclasses.replace(found, name=f"{case.name} {text}".strip())
+            dataclasses.replace(work(case, plan), name=f"{case.name} {text}".strip())
             for name in options.cases
             for case in cases
             if case.name == name
             for text, plan in plans.items()
-            for found in [work(case, plan)]
         ]
 
     works = {
@@ -194,9 +190,10 @@ def main() -> None:
                 print(header, flush=True)
             for several in itertools.batched(group, 6):
                 # Compiled together, since that takes most of the time; timed alone.
-                for programs in list(pool.map(Programs.compile_or_say_why, several)):
+                compiled = list(pool.map(lambda work: or_reason(lambda: Programs.compile(work)), several))
+                for work, programs in zip(several, compiled, strict=True):
                     if isinstance(programs, str):
-                        print(programs, flush=True)
+                        print(f"{work.name} | {programs}", flush=True)
                         continue
                     rows.append(programs.measure())
                     print(" | ".join(str(value) for value in rows[-1].values()), flush=True)

@@ -2,7 +2,17 @@
 
 import dataclasses
 
-COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
+_COLD_BYTES = 2**28  # between two reads of one set of inputs; the L2 cache has 50 MiB
+
+
+def cold_sets(of_one: int) -> int:
+    """Sets of inputs, of so many bytes each, to go round so that each has left the L2 cache when it is read again."""
+    return 1 + -(-_COLD_BYTES // of_one)
+
+
+def variation(page_size: int = 64, head_dim: int = 128) -> str:
+    """How the name of a case says what is not as usual."""
+    return f":page{page_size}" * (page_size != 64) + f":head{head_dim}" * (head_dim != 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +27,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        sizes = f"{self.batch}x{self.context}:t{self.tokens}"
-        return (
-            sizes + f":page{self.page_size}" * (self.page_size != 64) + f":head{self.head_dim}" * (self.head_dim != 128)
-        )
+        return f"{self.batch}x{self.context}:t{self.tokens}" + variation(self.page_size, self.head_dim)
 
     @property
     def bytes(self) -> int:
@@ -29,7 +36,7 @@ class Case:
 
     @property
     def sets(self) -> int:
-        return 1 + -(-COLD_BYTES // self.bytes)
+        return cold_sets(self.bytes)
 
     @property
     def scale(self) -> float:

@@ -5,7 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from decode_cases import COLD_BYTES
+from decode_cases import cold_sets, variation
 from timing import Attend, Work, binary_tree, relative_error
 
 from pallas_kernels.latent_decode import latent_decode, latent_tree_attention
@@ -27,8 +27,7 @@ class Latent:
 
     @property
     def name(self) -> str:
-        page = f":page{self.page_size}" * (self.page_size != 64)
-        return f"latent:{self.batch}x{self.context}:h{self.heads}:t{self.tokens}{page}"
+        return f"latent:{self.batch}x{self.context}:h{self.heads}:t{self.tokens}" + variation(self.page_size)
 
     @property
     def bytes(self) -> int:
@@ -40,7 +39,7 @@ class Latent:
 
     @property
     def sets(self) -> int:
-        return 1 + -(-COLD_BYTES // self.bytes)
+        return cold_sets(self.bytes)
 
     def work(self, plan: dict[str, int], has_peers: bool, rate: float) -> Work:
         """At a copy rate in bytes a second."""
@@ -115,11 +114,10 @@ def draw(case: Latent, key: jax.Array) -> Inputs:
 def by_kernel(case: Latent, plan: dict[str, int]) -> Attend:
     how = dataclasses.replace(Plan.of(case.batch, case.tokens * case.heads, case.context // 64 + 1), **plan)
 
-    @jax.jit  # traced once, however often it is called
-    def attend(q, pages, table, lengths, tree):
-        return _as_wide(latent_tree_decode(q, pages, 0, table, lengths, *tree, scale=_SCALE, plan=how)[0])
+    def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
+        return _as_wide(latent_tree_decode(q, x.pages, 0, x.tables[i], x.lengths, *x.tree, scale=_SCALE, plan=how)[0])
 
-    return lambda q, x, i: attend(q, x.pages, x.tables[i], x.lengths, x.tree)
+    return attend
 
 
 def by_reference(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from decode_cases import COLD_BYTES
+from decode_cases import cold_sets, variation
 from jax import lax
 from timing import Work, relative_error
 
@@ -27,10 +27,7 @@ class Prefill:
 
     @property
     def name(self) -> str:
-        sizes = f"prefill:{self.context}+{self.tokens}"
-        return (
-            sizes + f":page{self.page_size}" * (self.page_size != 64) + f":head{self.head_dim}" * (self.head_dim != 128)
-        )
+        return f"prefill:{self.context}+{self.tokens}" + variation(self.page_size, self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -43,7 +40,7 @@ class Prefill:
 
     @property
     def sets(self) -> int:
-        return 1 + -(-COLD_BYTES // (4 * (self.context + self.tokens) * self.kv_heads * self.head_dim))
+        return cold_sets(4 * (self.context + self.tokens) * self.kv_heads * self.head_dim)
 
     def work(self, changes: dict[str, int], has_peers: bool) -> Work:
         plan = Plan.of(self.tokens, self.heads, self.kv_heads, self.head_dim, self.context + self.tokens)
@@ -96,12 +93,12 @@ def draw(case: Prefill, key: jax.Array) -> Inputs:
 
 
 def by_kernel(case: Prefill, plan: Plan):
-    @jax.jit  # traced once, however often it is called
-    def attend(q, pages, table, chunk):
-        prefix = Prefix(pages, 0, table, jnp.int32(case.context)) if case.context else None
+    def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
+        prefix = Prefix(x.pages, 0, x.tables[i], jnp.int32(case.context)) if case.context else None
+        chunk = x.chunks[i]
         return chunk_prefill(q, chunk=(chunk[0], chunk[1]), prefix=prefix, scale=case.scale, plan=plan)[0]
 
-    return lambda q, x, i: attend(q, x.pages, x.tables[i], x.chunks[i])
+    return attend
 
 
 def by_cudnn(case: Prefill):

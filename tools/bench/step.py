@@ -3,11 +3,10 @@
     python tools/bench/step.py --shape llama-3.1-8b --meshes 1,1,1 2,1,1 --trees none chain:4 --batch 1 8
     python tools/bench/step.py --draft eagle3 --trees chain:4 dynamic:steps=4,topk=4,nodes=16
 
-Slots hold `--context` tokens, and shapes are static, so an idle dispatch costs what a busy one does (but a chunk
-of the lane is empty). The floor is what
-the target's weights take to be read, each stage's in turn, at the rate of a large copy measured in the same run; what
-is above it belongs to the draft too. `big` lists the largest temporaries of the program: none should have the size of a
-cache or of a weight matrix.
+Slots hold `--context` tokens, and shapes are static, so an idle dispatch costs what a busy one does (but a chunk of the
+lane is empty). The floor is what the target's weights take to be read, each stage's in turn, at the rate of a large
+copy measured in the same run; what is above it belongs to the draft too. `big` lists the largest temporaries of the
+program: none should have the size of a cache or of a weight matrix.
 """
 
 import argparse

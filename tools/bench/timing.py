@@ -1,6 +1,7 @@
 """What a benchmark of kernels runs: chains of calls inside one program, and the check before them."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -91,10 +92,7 @@ class Programs:
         shapes = jax.eval_shape(work.draw, key)
         peers: dict[str, Chain | str] = {}
         for name, attend in work.peers.items():
-            try:
-                peers[name] = Chain.compile(work, attend, shapes)
-            except (ValueError, RuntimeError, NotImplementedError, ImportError) as reason:
-                peers[name] = f"{type(reason).__name__}: {str(reason)[:60]}"
+            peers[name] = or_reason(functools.partial(Chain.compile, work, attend, shapes))
         return Programs(
             work=work,
             draw=jax.jit(work.draw).lower(key).compile(),
@@ -102,14 +100,6 @@ class Programs:
             kernel=Chain.compile(work, work.kernel, shapes),
             peers=peers,
         )
-
-    @staticmethod
-    def compile_or_say_why(work: Work) -> "Programs | str":
-        """A plan can ask for more than the device has."""
-        try:
-            return Programs.compile(work)
-        except (ValueError, RuntimeError, NotImplementedError) as reason:
-            return f"{work.name} | {type(reason).__name__}: {str(reason)[:100]}"
 
     def measure(self) -> dict[str, object]:
         x = self.draw(jax.random.key(0))
@@ -122,6 +112,14 @@ class Programs:
         for name, peer in self.peers.items():
             row[f"{name} µs"] = peer if isinstance(peer, str) else round(peer.microseconds(x), 1)
         return row
+
+
+def or_reason[Compiled](compile: Callable[[], Compiled]) -> Compiled | str:
+    """Why something can't be compiled, where it can't: a plan may ask for too much, a peer for what is not there."""
+    try:
+        return compile()
+    except (ValueError, RuntimeError, NotImplementedError, ImportError) as reason:
+        return f"{type(reason).__name__}: {str(reason)[:60]}"
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:

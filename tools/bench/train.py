@@ -18,6 +18,7 @@ from step import SHAPES, random_weights
 from jaxspec.checkpoint.restore import abstract_decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import read_config
+from jaxspec.models.tensors import tensor_shapes
 from jaxspec.precision import DTYPES
 from jaxspec.train.config import HeadConfig, TrainingConfig, TrainMesh
 from jaxspec.train.head import head_config, initial_tensors
@@ -36,7 +37,9 @@ def main() -> None:
     options = parser.parse_args()
 
     target = read_config({"model_type": "llama", "max_position_embeddings": 131072, **SHAPES[options.shape]})
-    mesh, shape = train_mesh(TrainMesh()), TrainMesh()
+    shapes = tensor_shapes(target)
+    shape, random = TrainMesh(), np.random.default_rng(0)
+    mesh = train_mesh(shape)
     layout = train_layout(target, shape, DTYPES[options.dtype])
     graph, state = abstract_decoder(layout)
     specs = nnx.get_partition_spec(state)
@@ -45,18 +48,14 @@ def main() -> None:
     canonical = initial_tensors(
         head,
         target,
-        lambda name: (
-            np.zeros((target.vocab_size, target.hidden_size), np.float32)
-            if "embed" in name or "head" in name
-            else np.ones(target.hidden_size, np.float32)
-        ),
+        lambda name: 0.02 * random.standard_normal(shapes[name], np.float32),
         np.arange(options.draft_vocab),
         seed=0,
     )
     training = TrainingConfig(steps=1000, batch_size=options.batch, unroll_steps=options.steps)
     trainer = build_trainer(head, training, layout, mesh, (graph, specs), canonical)
 
-    random, size = np.random.default_rng(0), (options.batch, options.length)
+    size = (options.batch, options.length)
     positions = np.broadcast_to(np.arange(options.length, dtype=np.int32), size)
     batch = trainer.put(
         {

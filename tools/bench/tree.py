@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode_cases import variation
 from timing import Attend, Work, binary_tree, relative_error
 
 from pallas_kernels.lse_merge import join, merge, pack, unpack
@@ -25,7 +26,7 @@ class Tree:
 
     @property
     def name(self) -> str:
-        return f"tree:{self.batch}:t{self.tokens}:dcp{self.ranks}" + f":head{self.head_dim}" * (self.head_dim != 128)
+        return f"tree:{self.batch}:t{self.tokens}:dcp{self.ranks}" + variation(head_dim=self.head_dim)
 
     @property
     def own_heads(self) -> int:
