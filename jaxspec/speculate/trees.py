@@ -5,6 +5,7 @@ a tree with one child a node.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax.numpy as jnp
@@ -122,14 +123,14 @@ class TreeSpec:
     def num_nodes(self) -> int:
         return len(self.parents)
 
-    @property
+    @functools.cached_property
     def depths(self) -> tuple[int, ...]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @functools.cached_property
     def max_depth(self) -> int:
         return max(self.depths)
 
