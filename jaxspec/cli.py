@@ -16,7 +16,7 @@ import jax
 
 from jaxspec import LLM, MeshShape, RequestOutput, SamplingParams, UserError
 from jaxspec.checkpoint.convert import convert
-from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, open_model
+from jaxspec.checkpoint.default_model import DEFAULT_MODEL, cache_directory, is_default_model, open_model
 from jaxspec.evaluate import command as bench_acceptance
 from jaxspec.llm import ATTENTION, EXCHANGE, TAIL_AXES, check_at_least, check_options
 from jaxspec.mesh import make_mesh
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default=DEFAULT_MODEL, help="a known name or a converted checkpoint (default: %(default)s)")
     add(
         "--draft",
-        default="none",
         metavar="PATH",
-        help="none, ngram, or the directory of an EAGLE-3 head, published or converted (default: %(default)s)",
+        help="none, ngram, eagle3 (the head that comes with jaxspec, for the default model), or the directory of an "
+        "EAGLE-3 head, published or converted (default: eagle3 for the default model, none for others)",
     )
     add(
         "--draft-taps",
@@ -175,15 +175,18 @@ def _generate(options: argparse.Namespace) -> None:
         max_tokens=options.max_tokens,
     )
     mesh = MeshShape.parse(options.mesh)
+    draft = options.draft
+    if draft is None:
+        draft = "eagle3" if is_default_model(options.model) else "none"
     # Before the model is opened, which may convert it first.
     draft_taps = _parse_taps(options.draft_taps)
-    check_options(options.draft, options.tree, options.dtype, options.tail_placement, draft_taps)
+    check_options(draft, options.tree, options.dtype, options.tail_placement, draft_taps)
     check_at_least("chunk_size", options.chunk_size, 1)
     make_mesh(mesh)
     _keep_compiled_programs()
     llm = LLM(
         options.model,
-        draft=options.draft,
+        draft=draft,
         mesh=mesh,
         tree=options.tree,
         dtype=options.dtype,

@@ -47,8 +47,9 @@ class LLM:
 
     Args:
       model: name of a known model, or a directory made by `jaxspec convert`.
-      draft: None or "none" for plain decoding, "ngram", or the directory of an EAGLE-3 head that was made for this
-        model, as it was published or as `jaxspec convert` stored it.
+      draft: None or "none" for plain decoding, "ngram", "eagle3" (the head that comes with jaxspec, for its default
+        model), or the directory of an EAGLE-3 head that was made for this model, as it was published or as
+        `jaxspec convert` stored it.
       mesh: sizes of the axes (pp, tp, dcp). On CPUs a larger mesh than there are devices is simulated, which must be
         settled before JAX is first used: make the largest mesh of a process first.
       tree: shape of the drafted trees, as `chain:4`, `static:fork2x4` or, with a head,

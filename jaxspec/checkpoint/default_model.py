@@ -41,9 +41,9 @@ def open_model(name_or_path: str) -> Checkpoint:
     Raises:
       UserError: neither a target's checkpoint nor a known name, or the default model cannot be had.
     """
+    if is_default_model(name_or_path):
+        return _open_default()
     if not Path(name_or_path).exists():
-        if name_or_path.lower() in (DEFAULT_MODEL, HUB_REPOSITORY.lower()):
-            return _open_default()
         if not name_or_path.startswith((".", "/", "~")):
             raise UserError(
                 f"{name_or_path!r} is neither a directory nor a known model: the known one is {DEFAULT_MODEL}; "
@@ -53,6 +53,11 @@ def open_model(name_or_path: str) -> Checkpoint:
     if not (path / MANIFEST).is_file() and is_head(path):
         raise UserError(HEAD_FOR_TARGET.format(path))  # before it is asked to be converted
     return Checkpoint.open(path, is_draft=False)
+
+
+def is_default_model(name_or_path: str) -> bool:
+    """Whether it is a name of the default model; a directory of that name comes first."""
+    return name_or_path.lower() in (DEFAULT_MODEL, HUB_REPOSITORY.lower()) and not Path(name_or_path).exists()
 
 
 def cache_directory() -> Path:
