@@ -14,6 +14,9 @@ _CLUSTERS = (
     8,
 )  # blocks, which share the columns of the output out evenly; 8 is as many as any kernel may ask for
 _MULTIPROCESSORS = 132  # of an H100 or H200
+_SHARED = 227 * 1024  # bytes of shared memory that a block may have
+_SHARED_BY_TWO = (228 // 2 - 1) * 1024  # that each of two blocks of a multiprocessor may have
+_MAX_STAGES = 8  # more are not faster: they cover the latency of memory several times
 
 
 def unsupported(*, dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, page_size: int) -> str | None:
@@ -62,6 +65,17 @@ class Plan:
         """The blocks of all splits are a cluster, which leaves nothing to merge."""
         return self.may_cluster and self.splits in _CLUSTERS
 
+    def shared_bytes(self, head_dim: int) -> int:
+        """Of shared memory that a block takes at most."""
+        queries, weights, staging = 2 * TILE * head_dim, 2 * TILE * TILE, 4 * TILE * 64
+        others = 4 * 1024  # log-sum-exps, barriers, reductions, alignment
+        return self.warpgroups * (queries + weights + staging) + self.stages * 2 * 2 * TILE * head_dim + others
+
+    def deepest(self, head_dim: int, room: int) -> "Plan":
+        """As many stages as so many bytes of shared memory admit."""
+        left = room - dataclasses.replace(self, stages=0).shared_bytes(head_dim)
+        return dataclasses.replace(self, stages=min(left // (2 * 2 * TILE * head_dim), _MAX_STAGES))
+
     @staticmethod
     def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int, *, may_cluster: bool = True) -> "Plan":
         """For so many query rows of a KV head over at most `tiles` tiles of keys."""
@@ -77,14 +91,16 @@ class Plan:
             is_merged = splits == 1 or (may_cluster and splits in _CLUSTERS)
             return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead) + (0 if is_merged else merge)
 
-        return Plan(
+        plan = Plan(
             rows=round_up(-(-rows // row_tiles), 8),
             row_tiles=row_tiles,
             warpgroups=warpgroups,
             splits=min(range(1, max(1, min(tiles, slots)) + 1), key=cost),
-            stages=(2 if warpgroups == 1 else 4) * 128 // head_dim,
+            stages=0,
             may_cluster=may_cluster,
         )
+        is_alone = warpgroups == 2 or blocks * plan.splits <= _MULTIPROCESSORS
+        return plan.deepest(head_dim, _SHARED if is_alone else _SHARED_BY_TWO)
 
 
 def round_up(n: int, multiple: int) -> int:
