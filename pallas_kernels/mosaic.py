@@ -1,7 +1,7 @@
 """What the kernels for Hopper share: the layouts of wgmma in registers, products, and how kernels are simulated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -59,9 +59,41 @@ def dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
     return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, width), jnp.float32))
 
 
-def sees(words: Sequence[Any], node: Int[Array, "64 64"]) -> Bool[Array, "64 64"]:
-    """Whether each row sees each node; `words` are the two words of the rows' ancestor bits in memory, int32[64]."""
-    low, high = (over(plgpu.load(word, layout=ROW, optimized=False), WGMMA_ROWS) for word in words)
+def add_product(acc, weights, values, interpret):
+    """acc + weights @ values, with the weights in registers, which the interpreter does not know."""
+    if interpret:
+        loaded = values[...]
+        plgpu.commit_smem()  # unlike the tensor cores' reads, this one is not in order with the next copy
+        return acc + jnp.dot(weights, loaded, preferred_element_type=jnp.float32)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+
+
+def dot_and_add_product(queries, keys, acc, weights, values, meanwhile: Callable[[Array], Any], interpret):
+    """`add_product`, and the result of `meanwhile` on queries @ keys.T, for which it does not wait for the sum."""
+    width = keys.shape[0]
+    if interpret:
+        return add_product(acc, weights, values, interpret), *meanwhile(dot(queries, keys.T, width))
+
+    def run(scores_ref, acc_ref):
+        acc_ref[...] = acc
+        plgpu.wgmma(scores_ref, queries, keys.T)
+        plgpu.wgmma(acc_ref, weights, values)
+        # The barriers keep the compiler from computing ahead of a wait, and from waiting ahead of the computation.
+        scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        result = meanwhile(scores)
+        return lax.optimization_barrier((plgpu.wgmma_accumulator_load(acc_ref, wait_n=0), *result))
+
+    return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, width), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+
+
+def load_words(words: Sequence[Any]) -> list[Int[Array, "64"]]:
+    """Of the rows' ancestor bits in memory."""
+    return [plgpu.load(word, layout=ROW, optimized=False) for word in words]
+
+
+def sees(words: Sequence[Int[Array, "64"]], node: Int[Array, "64 64"]) -> Bool[Array, "64 64"]:
+    """Whether each row sees each node; `words` are the two words of the rows' ancestor bits."""
+    low, high = (over(word, WGMMA_ROWS) for word in words)
     return jnp.right_shift(jnp.where(node < 32, low, high), node & 31) & 1 == 1
 
 

@@ -255,7 +255,9 @@ def _call(
 
         def finish(carry, values):
             acc, weights, top, total = carry
-            return _sum(acc, weights, values, interpret) * mosaic.over(1 / total, d), top * scale + jnp.log(total)
+            return mosaic.add_product(acc, weights, values, interpret) * mosaic.over(
+                1 / total, d
+            ), top * scale + jnp.log(total)
 
         def write(block: _Block, output, lse):
             o_s.at[me][...] = output
@@ -295,7 +297,7 @@ def _call(
                     await_keys(n + 1)
                     return softened
 
-                acc, weights, top, total, shrink = _scores_and_sum(
+                acc, weights, top, total, shrink = mosaic.dot_and_add_product(
                     q_s.at[me], k_s.at[slot_of(n)], acc, weights, v_s.at[slot_of(n - 1)], meanwhile, interpret
                 )
                 release(n - 1, v_free)
@@ -317,7 +319,7 @@ def _call(
             @pl.when(start < end)
             def _():
                 await_keys(start)
-                scores = _scores(q_s.at[me], k_s.at[0])
+                scores = mosaic.dot(q_s.at[me], k_s.at[0].T, TILE)
                 release(start, k_free)
                 weights, *carry, _ = soften(block, start, scores, top, total, is_masked=True)
                 await_keys(start + 1)
@@ -383,40 +385,6 @@ def _call(
         # A row's scores are in one warp, so no reduction needs the shared memory that would be set aside for it.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*operands)
-
-
-def _scores(queries, keys) -> Float[Array, "64 128"]:
-    def run(acc):
-        plgpu.wgmma(acc, queries, keys.T)
-        return acc[...]  # waits for the product
-
-    return pl.run_scoped(run, plgpu.ACC((ROWS, TILE), jnp.float32))
-
-
-def _scores_and_sum(queries, keys, acc, weights, values, meanwhile, interpret):
-    """`_sum`, and the result of `meanwhile` on the scores, for which it does not wait for the sum."""
-    if interpret:
-        return _sum(acc, weights, values, interpret), *meanwhile(_scores(queries, keys))
-
-    def run(scores_ref, acc_ref):
-        acc_ref[...] = acc
-        plgpu.wgmma(scores_ref, queries, keys.T)
-        plgpu.wgmma(acc_ref, weights, values)
-        # The barriers keep the compiler from computing ahead of a wait, and from waiting ahead of the computation.
-        scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-        result = meanwhile(scores)
-        return lax.optimization_barrier((plgpu.wgmma_accumulator_load(acc_ref, wait_n=0), *result))
-
-    return pl.run_scoped(run, plgpu.ACC((ROWS, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
-
-
-def _sum(acc, weights, values, interpret):
-    """acc + weights @ values, with the weights in registers, which the interpreter does not know."""
-    if interpret:
-        loaded = values[...]
-        plgpu.commit_smem()  # unlike the tensor cores' reads, this one is not in order with the next copy
-        return acc + jnp.dot(weights, loaded, preferred_element_type=jnp.float32)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
 
 
 def _pad(x: Array, multiple: int) -> Array:

@@ -9,6 +9,7 @@ is the last tile. Tiles come by TMA through the page table while earlier ones ar
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,37 @@ from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
+
+
+class _Tiles(NamedTuple):
+    """The tiles of 64 keys that a block goes through: those of its sequence's prefix, then that of the tree.
+
+    Attributes:
+      length: tokens of the prefix.
+      start, end: of the block.
+      slots: in shared memory.
+    """
+
+    length: Int[Array, ""]
+    start: Int[Array, ""]
+    end: Int[Array, ""]
+    slots: int
+
+    @property
+    def full(self):
+        """Tiles of the prefix that are whole."""
+        return lax.div(self.length, TILE)
+
+    @property
+    def prefix(self):
+        return pl.cdiv(self.length, TILE)
+
+    def slot_of(self, tile):
+        return lax.rem(tile - self.start, self.slots)
+
+    def present(self, tile):
+        """How many keys a tile has; in that of the tree, zeros follow the nodes."""
+        return jnp.where(tile < self.prefix, jnp.minimum(self.length - tile * TILE, TILE), TILE)
 
 
 def context_decode(
@@ -117,7 +149,8 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
             *(mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)),
             mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows),
         ]
-    output, lse = _call(plan, operands, num_pages, scale, interpret or None)
+    call = _call if plan.pipelined else _call_in_turn
+    output, lse = call(plan, operands, num_pages, scale, interpret or None)
     lse = lse[..., : plan.rows]
     if output.shape[2] == 1:
         output, lse = output[:, :, 0], lse[:, :, 0]
@@ -138,6 +171,319 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
 
 
 def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
+    """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
+    part where a cluster merges the splits, else of each split."""
+    q, pages, _, page_table, _, *tree = operands
+    b, kv_heads, row_tiles, rows, d = q.shape
+    page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
+    part = min(page_size, TILE)  # tokens that one copy brings
+    parts, tiles_per_page = TILE // part, page_size // part
+    splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
+    cluster = splits if plan.is_cluster else 1
+    share = min(64, d // cluster)  # columns of the output that are staged as one, and that a block of a cluster merges
+    to_log2 = scale * mosaic.LOG2_E
+
+    def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
+        tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
+        o_ref, lse_ref, *others = others
+        merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
+        (q_s, o_s), k_s, v_s, q_in, k_in, v_in, k_free, v_free, clean, *merging = others
+        sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
+        me = lax.axis_index("warpgroup")
+        kinds = ((tree_k_ref, k_s, k_in, k_free), (tree_v_ref, v_s, v_in, v_free))
+
+        def row_tile_of(warpgroup):
+            return lax.axis_index("rows") * warpgroups + warpgroup
+
+        def find_tiles() -> _Tiles:
+            """By each warpgroup for itself: what outlives a change of registers is spilled."""
+            length = lengths_ref[sequence]
+            count = pl.cdiv(length, TILE) + bool(tree)
+            return _Tiles(length, lax.div(split * count, splits), lax.div((split + 1) * count, splits), stages)
+
+        def pages_of(tile):
+            """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
+            slots = (lax.div(tile, tiles_per_page) * parts + j for j in range(parts))
+            return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
+
+        def bring_queries(warpgroup):
+            target = q_s.at[warpgroup, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile_of(warpgroup)], target, q_in.at[warpgroup])
+
+        def bring(tiles: _Tiles, tile, where, kind):
+            """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
+            tree_ref, into, arrived, _ = kinds[kind]
+            slot = tiles.slot_of(tile)
+
+            def copy(sources):
+                for j, source in enumerate(sources):
+                    plgpu.copy_gmem_to_smem(source, into.at[slot, pl.ds(j * part, part)], arrived.at[slot])
+
+            @pl.when(tile < tiles.prefix)
+            def _():
+                tokens = pl.ds(lax.rem(tile, tiles_per_page) * part, part)
+                first_page = first_ref[0] + kind * num_pages
+                copy(pages_ref.at[first_page + page, tokens, head] for page in where)
+
+            if tree:
+
+                @pl.when(tile == tiles.prefix)
+                def _():
+                    first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
+                    copy(tree_ref.at[sequence, pl.ds(first + j * part, part), head] for j in range(parts))
+
+        def bring_all(tiles: _Tiles):
+            for warpgroup in range(warpgroups):
+                bring_queries(warpgroup)
+
+            def bring_tile(tile, where):
+                following = pages_of(tile + 1)
+                for kind, (*_, free) in enumerate(kinds):
+
+                    @pl.when(tile - tiles.start >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[tiles.slot_of(tile)])
+
+                    bring(tiles, tile, where, kind)
+                return following
+
+            lax.fori_loop(tiles.start, tiles.end, bring_tile, pages_of(tiles.start))
+
+        def bring_first(tiles: _Tiles):
+            bring_queries(me)
+
+            @pl.when(me == 0)
+            def _():
+                for tile in (tiles.start + i for i in range(stages)):
+
+                    @pl.when(tile < tiles.end)
+                    def _(tile=tile):
+                        where = pages_of(tile)
+                        bring(tiles, tile, where, 0)
+                        bring(tiles, tile, where, 1)
+
+        def release(tiles: _Tiles, tile, where, kind):
+            """Nothing more is read of the slot, into which what follows may come. Told only where a tile does."""
+
+            @pl.when(tile + stages < tiles.end)
+            def _():
+                free = kinds[kind][-1].at[tiles.slot_of(tile)]
+                plgpu.barrier_arrive(free)
+                if not plan.producer:
+
+                    @pl.when(me == 0)
+                    def _():
+                        plgpu.barrier_wait(free)
+                        bring(tiles, tile + stages, where, kind)
+
+        def soften(scores, top, total):
+            """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
+            shrink = jnp.exp2((top - new_top) * to_log2)
+            return weights, new_top, total * shrink + weights.sum(axis=1), shrink
+
+        def attend(tiles: _Tiles):
+            """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
+            # Long before they are needed: they come from memory.
+            words = mosaic.load_words([bits_ref.at[sequence, word, row_tile_of(me)] for word in (0, 1)]) if tree else []
+
+            def mask(tile, scores):
+                """What a query row does not see becomes -inf; whole tiles of the prefix pass as they are."""
+
+                def masked():
+                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
+                    is_visible = token < tiles.present(tile)
+                    if tree:
+                        is_visible = is_visible & (mosaic.sees(words, token) | (tile < tiles.prefix))
+                    return jnp.where(is_visible, scores, -jnp.inf)
+
+                return lax.cond(tile < tiles.full, lambda: scores, masked)
+
+            def await_values(tile):
+                """Of the tokens that there are: a weight of 0 would let a NaN through that an earlier owner of the page
+                left."""
+                slot, count = tiles.slot_of(tile), tiles.present(tile)
+                plgpu.barrier_wait(v_in.at[slot])
+
+                @pl.when(count < TILE)
+                def _():
+                    @pl.when(me == 0)
+                    def _():
+                        token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=mosaic.MATRIX)
+                        values = plgpu.load(v_s.at[slot], layout=mosaic.MATRIX)
+                        v_s.at[slot][...] = jnp.where(token < count, values, jnp.zeros_like(values))
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(clean)
+
+                    plgpu.barrier_wait(clean)
+
+            def pages_after(tile):
+                return () if plan.producer else pages_of(tile + stages)
+
+            def step(tile, carry):
+                """Values of the tile before are added while the scores of this one become weights."""
+                acc, weights, top, total, value_pages, key_pages = carry
+                slot, slot_before = tiles.slot_of(tile), tiles.slot_of(tile - 1)
+                plgpu.barrier_wait(k_in.at[slot])
+                await_values(tile - 1)
+
+                def meanwhile(scores):
+                    release(tiles, tile, key_pages, 0)
+                    return lax.optimization_barrier(soften(mask(tile, scores), top, total))
+
+                acc, weights, top, total, shrink = mosaic.dot_and_add_product(
+                    queries, k_s.at[slot], acc, weights, v_s.at[slot_before], meanwhile, interpret
+                )
+                release(tiles, tile - 1, value_pages, 1)
+                # Rounded only now: until here the tensor cores read the weights before from these registers.
+                weights = weights.astype(q.dtype)
+                return acc * mosaic.over(shrink, d), weights, top, total, key_pages, pages_after(tile + 1)
+
+            queries, start, end = q_s.at[me], tiles.start, tiles.end
+            acc, *none = nothing()
+            first_pages, second_pages = pages_after(start), pages_after(start + 1)
+            plgpu.barrier_wait(k_in.at[0])
+            scores = mosaic.dot(queries, k_s.at[0].T, TILE)
+            release(tiles, start, first_pages, 0)
+            weights, top, total, _ = soften(mask(start, scores), *none)
+            carry = acc, weights.astype(q.dtype), top, total, first_pages, second_pages
+            acc, weights, top, total, *_ = lax.fori_loop(start + 1, end, step, carry)
+            await_values(end - 1)
+            return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(end - 1)], interpret), top, total
+
+        def nothing():
+            return (
+                mosaic.full((TILE, d), 0.0, mosaic.MATRIX),
+                mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
+                mosaic.full((TILE,), 0.0, mosaic.ROW),
+            )
+
+        def put_output(output, column, target):
+            """In parts of 64 columns: staging of a whole row would cost the second block its place."""
+            for first in range(0, output.shape[1], 64):
+                pieces = range(min(64, output.shape[1]) // share)
+                for i in pieces:
+                    o_s.at[me, i][...] = output[:, first + i * share : first + (i + 1) * share]
+                plgpu.commit_smem()
+                for i in pieces:
+                    columns = pl.ds(column + first + i * share, share)
+                    plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
+                plgpu.wait_smem_to_gmem(0)
+
+        def merge_share():
+            """Each block merges its share of the columns."""
+            all_written, merge_in = merging
+            row_tile, mine = row_tile_of(me), split * share
+            plgpu.barrier_arrive(all_written)
+            plgpu.barrier_wait(all_written)
+            lses = [
+                plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=mosaic.ROW, optimized=False)
+                for i in range(cluster)
+            ]
+            top = functools.reduce(jnp.maximum, lses)
+            weights = [jnp.exp(lse - top) for lse in lses]
+            total = functools.reduce(jnp.add, weights)
+            merged = mosaic.full((TILE, share), 0.0, mosaic.MATRIX)
+            for batch in itertools.batched(range(cluster), 64 // share):
+                for i, other in enumerate(batch):
+                    source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
+                    plgpu.copy_gmem_to_smem(source, o_s.at[me, i, pl.ds(0, rows)], merge_in.at[me])
+                plgpu.barrier_wait(merge_in.at[me])
+                for i, other in enumerate(batch):
+                    part_of_other = plgpu.load(o_s.at[me, i], layout=mosaic.MATRIX)
+                    merged += part_of_other * mosaic.over(weights[other], share)
+                plgpu.commit_smem()
+
+            @pl.when(split == 0)
+            def _():
+                merged_lse_ref.at[sequence, head, 0, row_tile][...] = top + jnp.log(total)
+
+            put_output(merged / mosaic.over(total, share), mine, merged_ref.at[sequence, head, 0, row_tile])
+
+        def multiply():
+            tiles = find_tiles()
+            if not plan.producer:
+                bring_first(tiles)
+            plgpu.barrier_wait(q_in.at[me])
+            acc, top, total = lax.cond(tiles.start < tiles.end, lambda: attend(tiles), nothing)
+            has_keys = total > 0
+            divisor = jnp.where(has_keys, total, 1.0)
+            here = (sequence, head, split, row_tile_of(me))
+            lse_ref.at[here][...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+            put_output(acc / mosaic.over(divisor, d), 0, o_ref.at[here])
+            if cluster > 1:
+                merge_share()
+
+        if not plan.producer:
+            multiply()
+            return
+
+        @pl.when(me == warpgroups)
+        def _():
+            if plan.registers:
+                plgpu.set_max_registers(plan.registers[1], action="decrease")
+            bring_all(find_tiles())
+
+        @pl.when(me < warpgroups)
+        def _():
+            if plan.registers:
+                plgpu.set_max_registers(plan.registers[0], action="increase")
+            multiply()
+
+    def operand(*shape):
+        """As wgmma reads it from shared memory."""
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    def results(count):
+        return (
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, rows, d), jnp.float32),
+            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, TILE), jnp.float32),
+        )
+
+    barrier = plgpu.Barrier
+    rows_in, rows_out = (
+        operand(warpgroups, TILE, d),
+        plgpu.SMEM((warpgroups, 64 // share, TILE, share), jnp.float32),
+    )
+    scratch = [
+        # One warpgroup has read its queries when it writes: in the same place, which leaves room for another stage.
+        plgpu.RefUnion(rows_in, rows_out) if warpgroups == 1 else (rows_in, rows_out),
+        operand(stages, TILE, d),
+        operand(stages, TILE, d),
+        barrier(num_barriers=warpgroups),
+        barrier(num_arrivals=parts, num_barriers=stages),
+        barrier(num_arrivals=parts, num_barriers=stages),
+        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        barrier(),
+    ]
+    axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // warpgroups)
+    clusters: dict[str, int] = {}
+    if cluster > 1:
+        clusters["split"] = axes.pop("split")
+        scratch += [
+            plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=warpgroups),
+            barrier(num_arrivals=64 // share, num_barriers=warpgroups),
+        ]
+    return plgpu.kernel(
+        body,
+        grid=tuple(axes.values()),
+        grid_names=tuple(axes),
+        cluster=tuple(clusters.values()),
+        cluster_names=tuple(clusters),
+        num_threads=warpgroups + plan.producer,
+        thread_name="warpgroup",
+        interpret=interpret,
+        out_type=results(splits) + (results(1) if cluster > 1 else ()),
+        scratch_types=scratch,
+        # A row's scores are in one warp, so no reduction needs the shared memory that would be set aside for it.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(*operands)[-2:]
+
+
+def _call_in_turn(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
     part where a cluster merges the splits, else of each split."""
     q, pages, _, page_table, _, *tree = operands
@@ -277,7 +623,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
             is_visible = token < count
             if tree:
-                words = [bits_ref.at[sequence, word, row_tile] for word in (0, 1)]
+                words = mosaic.load_words([bits_ref.at[sequence, word, row_tile] for word in (0, 1)])
                 is_visible = is_visible & (mosaic.sees(words, token) | (tile < prefix))
             return add_values(slot, soften(mosaic.dot(q_s, k_s.at[slot].T, TILE), carry, is_visible))
 

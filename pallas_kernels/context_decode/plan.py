@@ -51,6 +51,8 @@ class Plan:
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory; all but the one in use are on their way.
       may_cluster: blocks of 2, 4 or 8 splits merge their results themselves; else that is another launch or two.
+      pipelined: values of a tile are added while the scores of the next become weights; else all is done in turn.
+      producer: one more warpgroup fetches; else the first does beside its products.
     """
 
     rows: int
@@ -59,6 +61,13 @@ class Plan:
     splits: int
     stages: int
     may_cluster: bool = True
+    pipelined: bool = True
+    producer: bool = False
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that multiplies and of one that fetches, where the compiler's even share is too little."""
+        return (232, 40) if self.warpgroups == 2 else None
 
     @property
     def is_cluster(self) -> bool:
@@ -68,11 +77,15 @@ class Plan:
     def shared_bytes(self, head_dim: int) -> int:
         """Of shared memory that a block takes at most."""
         queries, weights, staging = 2 * TILE * head_dim, 2 * TILE * TILE, 4 * TILE * 64
-        others = 4 * 1024  # log-sum-exps, barriers, reductions, alignment
-        return self.warpgroups * (queries + weights + staging) + self.stages * 2 * 2 * TILE * head_dim + others
+        tiles = self.stages * 2 * 2 * TILE * head_dim
+        if self.pipelined:
+            barriers = 512
+            return tiles + barriers + (staging if self.warpgroups == 1 else self.warpgroups * (queries + staging))
+        return self.warpgroups * (queries + weights + staging) + tiles + 4 * 1024
 
-    def deepest(self, head_dim: int, room: int) -> "Plan":
-        """As many stages as so many bytes of shared memory admit."""
+    def deepest(self, head_dim: int, is_alone: bool) -> "Plan":
+        """As many stages as shared memory admits to a block that is alone on a multiprocessor, or one of two."""
+        room = _SHARED if is_alone else _SHARED_BY_TWO
         left = room - dataclasses.replace(self, stages=0).shared_bytes(head_dim)
         return dataclasses.replace(self, stages=min(left // (2 * 2 * TILE * head_dim), _MAX_STAGES))
 
@@ -100,7 +113,8 @@ class Plan:
             may_cluster=may_cluster,
         )
         is_alone = warpgroups == 2 or blocks * plan.splits <= _MULTIPROCESSORS
-        return plan.deepest(head_dim, _SHARED if is_alone else _SHARED_BY_TWO)
+        # Registers do not suffice for two blocks with a warpgroup each that only fetches.
+        return dataclasses.replace(plan, producer=is_alone).deepest(head_dim, is_alone)
 
 
 def round_up(n: int, multiple: int) -> int:

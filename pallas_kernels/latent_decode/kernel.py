@@ -206,7 +206,7 @@ def _call(plan: Plan, operands: list, nodes: int, scale: float, interpret):
                 token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
                 is_visible = token < present(tile)
                 if tree:
-                    words = [bits_ref.at[sequence, word, row_tile] for word in (0, 1)]
+                    words = mosaic.load_words([bits_ref.at[sequence, word, row_tile] for word in (0, 1)])
                     is_visible = is_visible & (mosaic.sees(words, token) | (tile < prefix))
                 return jnp.where(is_visible, scores, -jnp.inf)
 

@@ -118,7 +118,7 @@ def _call(operands: list, scale: float, interpret) -> Float[Array, "B T8 own_H D
             fetch_part(rank)
 
         node = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
-        is_visible = mosaic.sees([words_ref.at[sequence, word] for word in (0, 1)], node)
+        is_visible = mosaic.sees(mosaic.load_words([words_ref.at[sequence, word] for word in (0, 1)]), node)
 
         plgpu.barrier_wait(q_in)
         plgpu.barrier_wait(k_in)
