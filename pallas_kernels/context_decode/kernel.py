@@ -28,11 +28,13 @@ class _Tiles(NamedTuple):
     """The tiles of 64 keys that a block goes through: those of its sequence's prefix, then that of the tree.
 
     Attributes:
+      first_page: of the layer.
       length: tokens of the prefix.
       start, end: of the block.
       slots: in shared memory.
     """
 
+    first_page: Int[Array, ""]
     length: Int[Array, ""]
     start: Int[Array, ""]
     end: Int[Array, ""]
@@ -180,14 +182,14 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     parts, tiles_per_page = TILE // part, page_size // part
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     cluster = splits if plan.is_cluster else 1
-    share = min(64, d // cluster)  # columns of the output that are staged as one, and that a block of a cluster merges
+    share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
     to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
         tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
         o_ref, lse_ref, *others = others
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
-        (q_s, o_s), k_s, v_s, q_in, k_in, v_in, k_free, v_free, clean, *merging = others
+        ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
         me = lax.axis_index("warpgroup")
         kinds = ((tree_k_ref, k_s, k_in, k_free), (tree_v_ref, v_s, v_in, v_free))
@@ -199,7 +201,8 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             """By each warpgroup for itself: what outlives a change of registers is spilled."""
             length = lengths_ref[sequence]
             count = pl.cdiv(length, TILE) + bool(tree)
-            return _Tiles(length, lax.div(split * count, splits), lax.div((split + 1) * count, splits), stages)
+            start, end = (lax.div(i * count, splits) for i in (split, split + 1))
+            return _Tiles(first_ref[0], length, start, end, stages)
 
         def pages_of(tile):
             """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
@@ -222,8 +225,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             @pl.when(tile < tiles.prefix)
             def _():
                 tokens = pl.ds(lax.rem(tile, tiles_per_page) * part, part)
-                first_page = first_ref[0] + kind * num_pages
-                copy(pages_ref.at[first_page + page, tokens, head] for page in where)
+                copy(pages_ref.at[tiles.first_page + kind * num_pages + page, tokens, head] for page in where)
 
             if tree:
 
@@ -359,17 +361,20 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 mosaic.full((TILE,), 0.0, mosaic.ROW),
             )
 
+        def put_lse(lse, target):
+            lse_s.at[me][...] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_s.at[me], target)
+
         def put_output(output, column, target):
-            """In parts of 64 columns: staging of a whole row would cost the second block its place."""
-            for first in range(0, output.shape[1], 64):
-                pieces = range(min(64, output.shape[1]) // share)
-                for i in pieces:
-                    o_s.at[me, i][...] = output[:, first + i * share : first + (i + 1) * share]
-                plgpu.commit_smem()
-                for i in pieces:
-                    columns = pl.ds(column + first + i * share, share)
-                    plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
-                plgpu.wait_smem_to_gmem(0)
+            pieces = range(output.shape[1] // share)
+            for i in pieces:
+                o_s.at[me, i][...] = output[:, i * share : (i + 1) * share]
+            plgpu.commit_smem()
+            for i in pieces:
+                columns = pl.ds(column + i * share, share)
+                plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
+            plgpu.wait_smem_to_gmem(0)
 
         def merge_share():
             """Each block merges its share of the columns."""
@@ -377,6 +382,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             row_tile, mine = row_tile_of(me), split * share
             plgpu.barrier_arrive(all_written)
             plgpu.barrier_wait(all_written)
+            for i in range(cluster):
+                source = o_ref.at[sequence, head, i, row_tile, :, pl.ds(mine, share)]
+                plgpu.copy_gmem_to_smem(source, o_s.at[me, i, pl.ds(0, rows)], merge_in.at[me])
             lses = [
                 plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=mosaic.ROW, optimized=False)
                 for i in range(cluster)
@@ -385,19 +393,14 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             weights = [jnp.exp(lse - top) for lse in lses]
             total = functools.reduce(jnp.add, weights)
             merged = mosaic.full((TILE, share), 0.0, mosaic.MATRIX)
-            for batch in itertools.batched(range(cluster), 64 // share):
-                for i, other in enumerate(batch):
-                    source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
-                    plgpu.copy_gmem_to_smem(source, o_s.at[me, i, pl.ds(0, rows)], merge_in.at[me])
-                plgpu.barrier_wait(merge_in.at[me])
-                for i, other in enumerate(batch):
-                    part_of_other = plgpu.load(o_s.at[me, i], layout=mosaic.MATRIX)
-                    merged += part_of_other * mosaic.over(weights[other], share)
-                plgpu.commit_smem()
+            plgpu.barrier_wait(merge_in.at[me])
+            for i, weight in enumerate(weights):
+                merged += plgpu.load(o_s.at[me, i], layout=mosaic.MATRIX) * mosaic.over(weight, share)
+            plgpu.commit_smem()
 
             @pl.when(split == 0)
             def _():
-                merged_lse_ref.at[sequence, head, 0, row_tile][...] = top + jnp.log(total)
+                put_lse(top + jnp.log(total), merged_lse_ref.at[sequence, head, 0, row_tile])
 
             put_output(merged / mosaic.over(total, share), mine, merged_ref.at[sequence, head, 0, row_tile])
 
@@ -407,10 +410,12 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 bring_first(tiles)
             plgpu.barrier_wait(q_in.at[me])
             acc, top, total = lax.cond(tiles.start < tiles.end, lambda: attend(tiles), nothing)
+            plgpu.barrier_arrive(is_read)
+            plgpu.barrier_wait(is_read)
             has_keys = total > 0
             divisor = jnp.where(has_keys, total, 1.0)
             here = (sequence, head, split, row_tile_of(me))
-            lse_ref.at[here][...] = jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS)
+            put_lse(jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS), lse_ref.at[here])
             put_output(acc / mosaic.over(divisor, d), 0, o_ref.at[here])
             if cluster > 1:
                 merge_share()
@@ -443,21 +448,22 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         )
 
     barrier = plgpu.Barrier
-    rows_in, rows_out = (
-        operand(warpgroups, TILE, d),
-        plgpu.SMEM((warpgroups, 64 // share, TILE, share), jnp.float32),
-    )
     scratch = [
-        # One warpgroup has read its queries when it writes: in the same place, which leaves room for another stage.
-        plgpu.RefUnion(rows_in, rows_out) if warpgroups == 1 else (rows_in, rows_out),
-        operand(stages, TILE, d),
-        operand(stages, TILE, d),
+        # The output is written when queries, keys and values have been read: to the same place, for it needs much.
+        plgpu.RefUnion(
+            (operand(warpgroups, TILE, d), operand(stages, TILE, d), operand(stages, TILE, d)),
+            (
+                plgpu.SMEM((warpgroups, d // share, TILE, share), jnp.float32),
+                plgpu.SMEM((warpgroups, TILE), jnp.float32),
+            ),
+        ),
         barrier(num_barriers=warpgroups),
         barrier(num_arrivals=parts, num_barriers=stages),
         barrier(num_arrivals=parts, num_barriers=stages),
         barrier(num_arrivals=warpgroups, num_barriers=stages),
         barrier(num_arrivals=warpgroups, num_barriers=stages),
         barrier(),
+        barrier(num_arrivals=warpgroups),
     ]
     axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // warpgroups)
     clusters: dict[str, int] = {}
@@ -465,7 +471,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         clusters["split"] = axes.pop("split")
         scratch += [
             plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=warpgroups),
-            barrier(num_arrivals=64 // share, num_barriers=warpgroups),
+            barrier(num_arrivals=cluster, num_barriers=warpgroups),
         ]
     return plgpu.kernel(
         body,

@@ -80,7 +80,7 @@ class Plan:
         tiles = self.stages * 2 * 2 * TILE * head_dim
         if self.pipelined:
             barriers = 512
-            return tiles + barriers + (staging if self.warpgroups == 1 else self.warpgroups * (queries + staging))
+            return self.warpgroups * queries + tiles + barriers
         return self.warpgroups * (queries + weights + staging) + tiles + 4 * 1024
 
     def deepest(self, head_dim: int, is_alone: bool) -> "Plan":
