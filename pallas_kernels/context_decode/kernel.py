@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import mosaic
-from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, unsupported
+from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
 
@@ -147,10 +147,9 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
     ]
     if tree is not None:
         k, v, ancestors = tree
-        operands += [
-            *(mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)),
-            mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows),
-        ]
+        operands += [mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)]
+        if t > 1 or not plan.pipelined:  # one node sees itself
+            operands.append(mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows))
     call = _call if plan.pipelined else _call_in_turn
     output, lse = call(plan, operands, num_pages, scale, interpret or None)
     lse = lse[..., : plan.rows]
@@ -183,10 +182,11 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     cluster = splits if plan.is_cluster else 1
     share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
+    nodes = tree[0].shape[1] if tree else 0
     to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
-        tree_k_ref, tree_v_ref, bits_ref, *others = refs if tree else (None, None, None, *refs)
+        (tree_k_ref, tree_v_ref, bits_ref), others = (*refs[: len(tree)], None, None, None)[:3], refs[len(tree) :]
         o_ref, lse_ref, *others = others
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
         ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
@@ -210,8 +210,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
 
         def bring_queries(warpgroup):
-            target = q_s.at[warpgroup, pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile_of(warpgroup)], target, q_in.at[warpgroup])
+            some = pl.ds(0, round_up(rows, 8))  # a copy counts in tiles of 8
+            source = q_ref.at[sequence, head, row_tile_of(warpgroup), some]
+            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, some], q_in.at[warpgroup])
 
         def bring(tiles: _Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
@@ -288,16 +289,19 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         def attend(tiles: _Tiles):
             """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
             # Long before they are needed: they come from memory.
-            words = mosaic.load_words([bits_ref.at[sequence, word, row_tile_of(me)] for word in (0, 1)]) if tree else []
+            words = []
+            if bits_ref is not None:
+                words = mosaic.load_words([bits_ref.at[sequence, word, row_tile_of(me)] for word in (0, 1)])
 
             def mask(tile, scores):
                 """What a query row does not see becomes -inf; whole tiles of the prefix pass as they are."""
 
                 def masked():
                     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=mosaic.MATRIX)
-                    is_visible = token < tiles.present(tile)
-                    if tree:
-                        is_visible = is_visible & (mosaic.sees(words, token) | (tile < tiles.prefix))
+                    is_of_tree = tile == tiles.prefix
+                    is_visible = token < jnp.where(is_of_tree, nodes, tiles.present(tile))
+                    if words:
+                        is_visible = is_visible & (mosaic.sees(words, token) | ~is_of_tree)
                     return jnp.where(is_visible, scores, -jnp.inf)
 
                 return lax.cond(tile < tiles.full, lambda: scores, masked)
@@ -374,7 +378,6 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             for i in pieces:
                 columns = pl.ds(column + i * share, share)
                 plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
-            plgpu.wait_smem_to_gmem(0)
 
         def merge_share():
             """Each block merges its share of the columns."""
@@ -418,7 +421,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             put_lse(jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS), lse_ref.at[here])
             put_output(acc / mosaic.over(divisor, d), 0, o_ref.at[here])
             if cluster > 1:
+                plgpu.wait_smem_to_gmem(0)
                 merge_share()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if not plan.producer:
             multiply()
@@ -512,7 +517,8 @@ def _call_in_turn(plan: Plan, operands: list, num_pages: int, scale: float, inte
         row_tile = lax.axis_index("rows") * warpgroups + me
         q_s, p_s, o_s, lse_s = (ref.at[me] for ref in (q_s, p_s, o_s, lse_s))
 
-        plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile], q_s.at[pl.ds(0, rows)], q_in.at[me])
+        some = pl.ds(0, round_up(rows, 8))  # a copy counts in tiles of 8
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, row_tile, some], q_s.at[some], q_in.at[me])
         first_page, length = first_ref[0], lengths_ref[sequence]
         full, prefix = lax.div(length, TILE), pl.cdiv(length, TILE)
         total = prefix + 1 if tree else prefix

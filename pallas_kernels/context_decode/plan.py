@@ -45,7 +45,7 @@ class Plan:
     """How the work is cut.
 
     Attributes:
-      rows: query rows of a warpgroup that count, a multiple of 8; it multiplies 64.
+      rows: query rows of a warpgroup that count, a multiple of 8 or less than 8; it multiplies 64.
       row_tiles: such sets of rows; a block's warpgroups take one each and share the keys.
       warpgroups: of a block.
       splits: parts of the keys.
@@ -105,7 +105,7 @@ class Plan:
             return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead) + (0 if is_merged else merge)
 
         plan = Plan(
-            rows=round_up(-(-rows // row_tiles), 8),
+            rows=copied_rows(-(-rows // row_tiles)),
             row_tiles=row_tiles,
             warpgroups=warpgroups,
             splits=min(range(1, max(1, min(tiles, slots)) + 1), key=cost),

@@ -7,6 +7,7 @@ On a Hopper GPU the same tests run the kernel itself:
 
 import dataclasses
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -118,6 +119,15 @@ CASES = {
     ),
     "several_row_blocks": Case(20, 16, 1, 64, 64, (65,), plan=(("splits", 2),)),
     "cluster_of_8": Case(2, 1, 1, 64, 16, (0, 350), plan=(("splits", 8),)),
+    "cluster_of_two_warpgroups": Case(40, 3, 1, 128, 64, (330,), plan=(("splits", 2), ("stages", 2))),
+    "one_token_in_splits": Case(1, 2, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
+    "pages_of_8": Case(4, 2, 1, 128, 8, (0, 7, 72, 300), plan=(("splits", 1), ("stages", 3))),
+    "pages_of_512": Case(4, 2, 1, 64, 512, (0, 300, 513), plan=(("splits", 3), ("stages", 2))),
+}
+LOOPS = {
+    "in_turn": (("pipelined", False), ("producer", False)),
+    "pipelined": (("pipelined", True), ("producer", False)),
+    "pipelined_with_producer": (("pipelined", True), ("producer", True)),
 }
 
 
@@ -126,8 +136,10 @@ def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return case.run(case.draw(poison=np.nan))
 
 
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, capfd):
+def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, loop, capfd):
+    case = dataclasses.replace(case, plan=case.plan + loop)
     output, lse = poisoned_run(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     clean = case.draw(poison=0.0)
@@ -200,6 +212,19 @@ def test_queries_and_cache_of_different_types_are_refused():
 )
 def test_splits_fill_the_multiprocessors_and_are_merged_by_a_cluster_where_that_costs_few_tiles(batch, context, splits):
     assert Plan.of(batch, rows=32, kv_heads=8, head_dim=128, tiles=context // 64).splits == splits
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("batch", "context"), [(1, 1024), (1, 8192), (8, 8192), (32, 2048), (1, 131072)])
+@pytest.mark.parametrize("rows", [4, 32, 128])
+def test_shared_memory_holds_as_many_stages_as_blocks_admit(batch, context, rows, head_dim):
+    plan = Plan.of(batch, rows, 8, head_dim, context // 64 + 1)
+    blocks = batch * 8 * plan.splits * plan.row_tiles // plan.warpgroups
+    per_multiprocessor = 2 if plan.warpgroups == 1 and blocks > 132 else 1
+    of_system = 1024  # for each block
+    assert per_multiprocessor * (plan.shared_bytes(head_dim) + of_system) <= 228 * 1024
+    another = dataclasses.replace(plan, stages=plan.stages + 1).shared_bytes(head_dim)
+    assert plan.stages == 8 or per_multiprocessor * (another + of_system) > 228 * 1024
 
 
 @pytest.mark.parametrize("has_lane", [False, True], ids=["trees", "trees_and_chunk"])
@@ -300,14 +325,21 @@ def test_a_kernel_that_cannot_be_had_is_refused_with_the_rule_and_the_remedy():
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("batch", "tokens"), [(8, 1), (8, 8), (8, 32), (1, 8), (32, 8)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(batch, tokens, head_dim, monkeypatch, capfd):
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(
+    batch, tokens, head_dim, loop, monkeypatch, capfd
+):
     kv_heads, group, page_size = 8, 4, 64
     width = 1024 // batch
+    plan = dataclasses.replace(Plan.of(batch, tokens * group, kv_heads, head_dim, width + 1), **dict(loop))
+    plan = plan.deepest(head_dim, is_alone=plan.producer or plan.warpgroups == 2)
     pages = jax.ShapeDtypeStruct((LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim), jnp.bfloat16)
     tree = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), jnp.bfloat16)
 
     def decode(q, pages, page_table, lengths, *tree):
-        return tree_decode(q, pages, LAYER, page_table, lengths, *tree, scale=head_dim**-0.5, interpret=False)
+        return tree_decode(
+            q, pages, LAYER, page_table, lengths, *tree, scale=head_dim**-0.5, plan=plan, interpret=False
+        )
 
     arguments = [
         jax.ShapeDtypeStruct((batch, tokens, kv_heads * group, head_dim), jnp.bfloat16),
@@ -318,8 +350,11 @@ def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(batch,
         tree,
         jax.ShapeDtypeStruct((batch, tokens, 2), jnp.uint32),
     ]
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_RESOURCES", "1")
     compiled, report = compile_for_h200(jax.jit(decode), arguments, monkeypatch, capfd)
     assert_without_spills(report)
+    barriers = 512
+    assert int(re.search(r"smem_scratch_bytes=(\d+)", report)[1]) + barriers <= plan.shared_bytes(head_dim)
     assert compiled.memory_analysis().temp_size_in_bytes < pages.size // 8
 
 
