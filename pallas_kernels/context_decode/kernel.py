@@ -4,12 +4,14 @@ It computes what `reference.py` does and, with a tree, its merge with `tree_atte
 head are one operand of the tensor cores: T tokens times the group's heads. Keys are cut into tiles of 64 tokens, tiles
 into contiguous splits, so that there are blocks for every multiprocessor; the partial results are merged by their
 log-sum-exp: by the blocks themselves where they are few enough for a cluster, so that no other launch follows. The tree
-is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied.
+is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied, and while the scores of
+one are made weights, the tensor cores still add the values of the one before. Where a block has a multiprocessor to
+itself, a warpgroup of its own fetches.
 """
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -186,8 +188,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
-        (tree_k_ref, tree_v_ref, bits_ref), others = (*refs[: len(tree)], None, None, None)[:3], refs[len(tree) :]
-        o_ref, lse_ref, *others = others
+        tree_refs: list[Any] = [*refs[: len(tree)], *[None] * (3 - len(tree))]
+        tree_k_ref, tree_v_ref, bits_ref = tree_refs
+        o_ref, lse_ref, *others = refs[len(tree) :]
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
         ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
@@ -224,14 +227,14 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                     plgpu.copy_gmem_to_smem(source, into.at[slot, pl.ds(j * part, part)], arrived.at[slot])
 
             @pl.when(tile < tiles.prefix)
-            def _():
+            def from_pages():
                 tokens = pl.ds(lax.rem(tile, tiles_per_page) * part, part)
                 copy(pages_ref.at[tiles.first_page + kind * num_pages + page, tokens, head] for page in where)
 
             if tree:
 
                 @pl.when(tile == tiles.prefix)
-                def _():
+                def from_tree():
                     first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
                     copy(tree_ref.at[sequence, pl.ds(first + j * part, part), head] for j in range(parts))
 
@@ -289,7 +292,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         def attend(tiles: _Tiles):
             """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
             # Long before they are needed: they come from memory.
-            words = []
+            words: list[Array] = []
             if bits_ref is not None:
                 words = mosaic.load_words([bits_ref.at[sequence, word, row_tile_of(me)] for word in (0, 1)])
 
@@ -453,7 +456,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         )
 
     barrier = plgpu.Barrier
-    scratch = [
+    scratch: list[Any] = [
         # The output is written when queries, keys and values have been read: to the same place, for it needs much.
         plgpu.RefUnion(
             (operand(warpgroups, TILE, d), operand(stages, TILE, d), operand(stages, TILE, d)),
