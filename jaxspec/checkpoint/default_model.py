@@ -43,12 +43,11 @@ def open_model(name_or_path: str) -> Checkpoint:
     """
     if is_default_model(name_or_path):
         return _open_default()
-    if not Path(name_or_path).exists():
-        if not name_or_path.startswith((".", "/", "~")):
-            raise UserError(
-                f"{name_or_path!r} is neither a directory nor a known model: the known one is {DEFAULT_MODEL}; "
-                "make a checkpoint of another with `jaxspec convert SRC DST` and give DST"
-            )
+    if not Path(name_or_path).exists() and not name_or_path.startswith((".", "/", "~")):
+        raise UserError(
+            f"{name_or_path!r} is neither a directory nor a known model: the known one is {DEFAULT_MODEL}; "
+            "make a checkpoint of another with `jaxspec convert SRC DST` and give DST"
+        )
     path = Path(name_or_path)
     if not (path / MANIFEST).is_file() and is_head(path):
         raise UserError(HEAD_FOR_TARGET.format(path))  # before it is asked to be converted

@@ -26,7 +26,8 @@ def find_drafter(name_or_path: str) -> Drafter:
         return Eagle3.open(path)
     if path.exists():
         raise UserError(f"draft {name_or_path!r} is a file: give the directory that holds it and its config.json")
+    names = ", ".join([*DRAFTERS, *HEADS])
     raise UserError(
-        f"draft {name_or_path!r} is neither a directory nor one of {', '.join([*DRAFTERS, *HEADS])}: choose one of these, or give "
+        f"draft {name_or_path!r} is neither a directory nor one of {names}: choose one of these, or give "
         "the directory of an EAGLE-3 head, as it was published or as `jaxspec convert SRC DST` made it"
     )

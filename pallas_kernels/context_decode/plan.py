@@ -8,15 +8,10 @@ TILE = 64  # tokens; also the query rows of one wgmma, and the ancestor bits of 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MAX_TOKENS, MAX_GROUP = 64, 16
-_CLUSTERS = (
-    2,
-    4,
-    8,
-)  # blocks, which share the columns of the output out evenly; 8 is as many as any kernel may ask for
+_CLUSTERS = (2, 4, 8)  # blocks, which share the columns of the output out evenly; 8 are as many as may be asked for
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _SHARED = 227 * 1024  # bytes of shared memory that a block may have
 _SHARED_BY_TWO = (228 // 2 - 1) * 1024  # that each of two blocks of a multiprocessor may have
-_MAX_STAGES = 8  # more are not faster: they cover the latency of memory several times
 
 
 def unsupported(*, dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, page_size: int) -> str | None:
@@ -47,11 +42,10 @@ class Plan:
     Attributes:
       rows: query rows of a warpgroup that count, a multiple of 8 or less than 8; it multiplies 64.
       row_tiles: such sets of rows; a block's warpgroups take one each and share the keys.
-      warpgroups: of a block.
+      warpgroups: of a block, that multiply.
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory; all but the one in use are on their way.
-      may_cluster: blocks of 2, 4 or 8 splits merge their results themselves; else that is another launch or two.
-      pipelined: values of a tile are added while the scores of the next become weights; else all is done in turn.
+      is_cluster: the blocks of all splits merge their results themselves; else that is another launch or two.
       producer: one more warpgroup fetches; else the first does beside its products.
     """
 
@@ -60,9 +54,12 @@ class Plan:
     warpgroups: int
     splits: int
     stages: int
-    may_cluster: bool = True
-    pipelined: bool = True
-    producer: bool = False
+    is_cluster: bool
+    producer: bool
+
+    def __post_init__(self) -> None:
+        if self.is_cluster and self.splits not in _CLUSTERS:
+            raise ValueError(f"splits={self.splits} must be one of {_CLUSTERS} to be a cluster")
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -72,52 +69,61 @@ class Plan:
         """
         return (224, 56) if self.warpgroups == 2 else None
 
-    @property
-    def is_cluster(self) -> bool:
-        """The blocks of all splits are a cluster, which leaves nothing to merge."""
-        return self.may_cluster and self.splits in _CLUSTERS
-
     def shared_bytes(self, head_dim: int) -> int:
         """Of shared memory that a block takes at most."""
-        queries, weights, staging = 2 * TILE * head_dim, 2 * TILE * TILE, 4 * TILE * 64
-        tiles = self.stages * 2 * 2 * TILE * head_dim
-        if self.pipelined:
-            barriers = 512
-            return self.warpgroups * queries + tiles + barriers
-        return self.warpgroups * (queries + weights + staging) + tiles + 4 * 1024
-
-    def deepest(self, head_dim: int, is_alone: bool) -> "Plan":
-        """As many stages as shared memory admits to a block that is alone on a multiprocessor, or one of two."""
-        room = _SHARED if is_alone else _SHARED_BY_TWO
-        left = room - dataclasses.replace(self, stages=0).shared_bytes(head_dim)
-        return dataclasses.replace(self, stages=min(left // (2 * 2 * TILE * head_dim), _MAX_STAGES))
+        barriers = 512
+        return self.warpgroups * 2 * TILE * head_dim + self.stages * tile_bytes(head_dim) + barriers
 
     @staticmethod
     def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int, *, may_cluster: bool = True) -> "Plan":
         """For so many query rows of a KV head over at most `tiles` tiles of keys."""
         warpgroups = 1 if rows <= TILE else 2
         row_tiles = warpgroups * -(-rows // (TILE * warpgroups))
-        # With one warpgroup, two blocks share a multiprocessor: one multiplies while the other waits.
-        slots = _MULTIPROCESSORS * (2 if warpgroups == 1 else 1)
         blocks = batch * kv_heads * row_tiles // warpgroups
-        overhead = 3  # what a block costs beside its tiles: first fetch, and its share of the merge
-        merge = 4  # what launches after the kernel cost, in tiles
 
-        def cost(splits: int) -> int:
-            is_merged = splits == 1 or (may_cluster and splits in _CLUSTERS)
-            return -(-blocks * splits // slots) * (-(-tiles // splits) + overhead) + (0 if is_merged else merge)
+        def clusters(splits: int) -> bool:
+            # The blocks of a cluster start together: where two share a multiprocessor, some wait long for a place.
+            return may_cluster and splits in _CLUSTERS and blocks * splits <= _MULTIPROCESSORS
 
-        plan = Plan(
+        def cost(splits: int) -> float:
+            return _microseconds(blocks, splits, -(-tiles // splits), warpgroups, clusters(splits))
+
+        splits = min(range(1, max(1, min(tiles, 2 * _MULTIPROCESSORS)) + 1), key=cost)
+        is_alone = warpgroups == 2 or blocks * splits <= _MULTIPROCESSORS
+        return Plan(
             rows=copied_rows(-(-rows // row_tiles)),
             row_tiles=row_tiles,
             warpgroups=warpgroups,
-            splits=min(range(1, max(1, min(tiles, slots)) + 1), key=cost),
-            stages=0,
-            may_cluster=may_cluster,
+            splits=splits,
+            stages=stages_for(head_dim, warpgroups, is_alone),
+            is_cluster=clusters(splits),
+            # Registers do not suffice for two blocks with a warpgroup each that only fetches.
+            producer=is_alone,
         )
-        is_alone = warpgroups == 2 or blocks * plan.splits <= _MULTIPROCESSORS
-        # Registers do not suffice for two blocks with a warpgroup each that only fetches.
-        return dataclasses.replace(plan, producer=is_alone).deepest(head_dim, is_alone)
+
+
+def _microseconds(blocks: int, splits: int, tiles: int, warpgroups: int, is_cluster: bool) -> float:
+    """What blocks of so many tiles take, roughly: fitted to an H200, bfloat16, head_dim 128."""
+    if warpgroups == 1 and blocks * splits > _MULTIPROCESSORS:
+        places, tile, start = 2 * _MULTIPROCESSORS, 1.95, 5.0  # two blocks share a multiprocessor's bandwidth
+    else:
+        places, tile, start = _MULTIPROCESSORS, (1.13, 1.45)[warpgroups - 1], 3.0
+    merge = 0.0 if splits == 1 else 1.0 if is_cluster else 2.0 + 0.1 * splits
+    return -(-blocks * splits // places) * (tiles * tile + start) + merge
+
+
+def stages_for(head_dim: int, warpgroups: int, is_alone: bool) -> int:
+    """As many as shared memory admits to a block that is alone on a multiprocessor, or one of two.
+
+    A power of two: others were slower, though deeper (8 x 8,192 and 1 x 131,072 tokens: by 5 and 11 % with 3 for 2).
+    """
+    room = (_SHARED if is_alone else _SHARED_BY_TWO) - Plan(0, 0, warpgroups, 0, 0, False, False).shared_bytes(head_dim)
+    return 1 << (room // tile_bytes(head_dim)).bit_length() - 1
+
+
+def tile_bytes(head_dim: int) -> int:
+    """Of the keys and values of a tile."""
+    return 2 * 2 * TILE * head_dim
 
 
 def round_up(n: int, multiple: int) -> int:

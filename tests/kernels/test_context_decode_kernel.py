@@ -28,7 +28,7 @@ from jaxspec.speculate.attention import VisitAttention, attend_to_pages, choose_
 from jaxspec.speculate.lane import LaneRows
 from pallas_kernels.context_decode import context_decode as decode_reference
 from pallas_kernels.context_decode.kernel import context_decode, tree_decode
-from pallas_kernels.context_decode.plan import Plan, unsupported
+from pallas_kernels.context_decode.plan import Plan, stages_for, unsupported
 from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
 
@@ -54,7 +54,8 @@ class Case:
 
     def how(self) -> Plan:
         tiles = -(-self.table_width * self.page_size // 64) + self.has_tree
-        plan = Plan.of(len(self.lengths), self.tokens * self.group, self.kv_heads, self.head_dim, tiles)
+        rows = self.tokens * self.group
+        plan = Plan.of(len(self.lengths), rows, self.kv_heads, self.head_dim, tiles, may_cluster=False)
         return dataclasses.replace(plan, **dict(self.plan))
 
     @property
@@ -106,29 +107,25 @@ class Case:
         return np.asarray(output), np.asarray(lse)
 
 
+CLUSTER_OF_2 = (("splits", 2), ("is_cluster", True))
 CASES = {
     # Four KV tiles a split at most, and fewer tiles of memory than that: slots are used again.
     "tree_of_8": Case(8, 4, 1, 64, 16, (0, 1, 17, 64, 129, 320), plan=(("splits", 1), ("stages", 2))),
     "tree_of_8_in_splits": Case(8, 4, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
-    # Splits of 2, 4 or 8 are merged by a cluster of blocks: here, in the next case and in the last two.
-    "prefix_only": Case(3, 1, 2, 64, 32, (0, 1, 64, 95, 160), plan=(("splits", 2),), has_tree=False),
+    "prefix_only": Case(3, 1, 2, 64, 32, (0, 1, 64, 95, 160), plan=CLUSTER_OF_2, has_tree=False),
     "one_token": Case(1, 3, 2, 128, 64, (0, 200)),
     "two_words_of_bits": Case(64, 1, 1, 64, 64, (0, 70), plan=(("splits", 1),)),
     "two_warpgroups": Case(
         40, 3, 1, 128, 128, (1, 330), dtype="float16", plan=(("splits", 1), ("stages", 2)), pages_per_sequence=4
     ),
-    "several_row_blocks": Case(20, 16, 1, 64, 64, (65,), plan=(("splits", 2),)),
-    "cluster_of_8": Case(2, 1, 1, 64, 16, (0, 350), plan=(("splits", 8),)),
-    "cluster_of_two_warpgroups": Case(40, 3, 1, 128, 64, (330,), plan=(("splits", 2), ("stages", 2))),
+    "several_row_blocks": Case(20, 16, 1, 64, 64, (65,), plan=CLUSTER_OF_2),
+    "cluster_of_8": Case(2, 1, 1, 64, 16, (0, 350), plan=(("splits", 8), ("is_cluster", True))),
+    "cluster_of_two_warpgroups": Case(40, 3, 1, 128, 64, (330,), plan=(*CLUSTER_OF_2, ("stages", 2))),
     "one_token_in_splits": Case(1, 2, 1, 64, 16, BOUNDARIES, plan=(("splits", 3), ("stages", 2))),
     "pages_of_8": Case(4, 2, 1, 128, 8, (0, 7, 72, 300), plan=(("splits", 1), ("stages", 3))),
     "pages_of_512": Case(4, 2, 1, 64, 512, (0, 300, 513), plan=(("splits", 3), ("stages", 2))),
 }
-LOOPS = {
-    "in_turn": (("pipelined", False), ("producer", False)),
-    "pipelined": (("pipelined", True), ("producer", False)),
-    "pipelined_with_producer": (("pipelined", True), ("producer", True)),
-}
+FETCHING = {"by_the_first_warpgroup": (("producer", False),), "by_one_more": (("producer", True),)}
 
 
 @functools.cache
@@ -136,10 +133,10 @@ def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return case.run(case.draw(poison=np.nan))
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("fetching", FETCHING.values(), ids=FETCHING)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, loop, capfd):
-    case = dataclasses.replace(case, plan=case.plan + loop)
+def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, fetching, capfd):
+    case = dataclasses.replace(case, plan=case.plan + fetching)
     output, lse = poisoned_run(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     clean = case.draw(poison=0.0)
@@ -207,24 +204,33 @@ def test_queries_and_cache_of_different_types_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "splits"),
-    [(1, 64, 1), (1, 1024, 8), (1, 8192, 32), (8, 8192, 4), (1, 131072, 33), (32, 2048, 1)],
+    ("batch", "context", "splits", "is_cluster"),
+    [(1, 64, 2, True), (1, 1024, 8, True), (1, 8192, 15, False), (8, 8192, 4, False), (1, 131072, 33, False)],
 )
-def test_splits_fill_the_multiprocessors_and_are_merged_by_a_cluster_where_that_costs_few_tiles(batch, context, splits):
-    assert Plan.of(batch, rows=32, kv_heads=8, head_dim=128, tiles=context // 64).splits == splits
+def test_splits_fill_the_multiprocessors_and_are_a_cluster_where_there_is_a_place_for_each(
+    batch, context, splits, is_cluster
+):
+    plan = Plan.of(batch, rows=32, kv_heads=8, head_dim=128, tiles=context // 64 + 1)
+    assert (plan.splits, plan.is_cluster) == (splits, is_cluster)
+
+
+def test_a_cluster_of_a_size_that_none_has_is_refused():
+    with pytest.raises(ValueError, match="splits=3 must be one of"):
+        dataclasses.replace(Plan.of(1, 32, 8, 128, 17), splits=3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("batch", "context"), [(1, 1024), (1, 8192), (8, 8192), (32, 2048), (1, 131072)])
-@pytest.mark.parametrize("rows", [4, 32, 128])
-def test_shared_memory_holds_as_many_stages_as_blocks_admit(batch, context, rows, head_dim):
-    plan = Plan.of(batch, rows, 8, head_dim, context // 64 + 1)
-    blocks = batch * 8 * plan.splits * plan.row_tiles // plan.warpgroups
-    per_multiprocessor = 2 if plan.warpgroups == 1 and blocks > 132 else 1
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_shared_memory_holds_as_many_stages_as_blocks_admit(blocks, warpgroups, head_dim):
+    stages = stages_for(head_dim, warpgroups, is_alone=blocks == 1)
     of_system = 1024  # for each block
-    assert per_multiprocessor * (plan.shared_bytes(head_dim) + of_system) <= 228 * 1024
-    another = dataclasses.replace(plan, stages=plan.stages + 1).shared_bytes(head_dim)
-    assert plan.stages == 8 or per_multiprocessor * (another + of_system) > 228 * 1024
+
+    def needed(stages: int) -> int:
+        plan = dataclasses.replace(Plan.of(1, 64 * warpgroups, 8, head_dim, 17), stages=stages)
+        return blocks * (plan.shared_bytes(head_dim) + of_system)
+
+    assert needed(stages) <= 228 * 1024 < needed(2 * stages)
 
 
 @pytest.mark.parametrize("has_lane", [False, True], ids=["trees", "trees_and_chunk"])
@@ -325,14 +331,15 @@ def test_a_kernel_that_cannot_be_had_is_refused_with_the_rule_and_the_remedy():
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("batch", "tokens"), [(8, 1), (8, 8), (8, 32), (1, 8), (32, 8)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("fetching", FETCHING.values(), ids=FETCHING)
 def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(
-    batch, tokens, head_dim, loop, monkeypatch, capfd
+    batch, tokens, head_dim, fetching, monkeypatch, capfd
 ):
     kv_heads, group, page_size = 8, 4, 64
     width = 1024 // batch
-    plan = dataclasses.replace(Plan.of(batch, tokens * group, kv_heads, head_dim, width + 1), **dict(loop))
-    plan = plan.deepest(head_dim, is_alone=plan.producer or plan.warpgroups == 2)
+    plan = dataclasses.replace(Plan.of(batch, tokens * group, kv_heads, head_dim, width + 1), **dict(fetching))
+    is_alone = plan.producer or plan.warpgroups == 2
+    plan = dataclasses.replace(plan, stages=stages_for(head_dim, plan.warpgroups, is_alone))
     pages = jax.ShapeDtypeStruct((LAYERS, 2, 1 + batch * width, page_size, kv_heads, head_dim), jnp.bfloat16)
     tree = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), jnp.bfloat16)
 

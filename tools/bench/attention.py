@@ -150,8 +150,7 @@ def main() -> None:
         "--plan",
         nargs="+",
         default=[""],
-        help="parts of the plan to replace, as splits=4,may_cluster=0; several, if"
-        ' wanted, and "" for the kernel\'s own',
+        help='parts of the plan to replace, as splits=4,is_cluster=0; several, if wanted, and "" for the kernel\'s own',
     )
     parser.add_argument("--no-peers", action="store_true", help="the kernel alone")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
