@@ -177,7 +177,7 @@ def _generate(options: argparse.Namespace) -> None:
     mesh = MeshShape.parse(options.mesh)
     draft = options.draft
     if draft is None:
-        draft = "eagle3" if is_default_model(options.model) else "none"
+        draft = "eagle3" if is_default_model(options.model) and options.tree != "none" else "none"
     # Before the model is opened, which may convert it first.
     draft_taps = _parse_taps(options.draft_taps)
     check_options(draft, options.tree, options.dtype, options.tail_placement, draft_taps)

@@ -67,13 +67,13 @@ def fails(capfd, *arguments: str) -> str:
 
 @needs_model
 def test_json_has_the_fields_of_the_contract_and_nothing_else_is_on_stdout():
-    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--dtype", "float32", "--json")
+    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--dtype", "float32", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == KEYS
     assert result["token_ids"] == ANSWER
     assert (result["prompt_tokens"], result["finish_reason"]) == (38, "length")
-    assert (result["mesh"], result["draft"], result["tree"]) == ("1,1,1", "ngram", "chain:4")
+    assert (result["mesh"], result["draft"], result["tree"]) == ("1,1,1", "eagle3", "chain:4")
     assert len(result["token_ids"]) == 1 + sum(result["accepted_lengths"])
 
 
@@ -165,7 +165,7 @@ def test_a_prompt_that_is_not_unicode_is_one_line(capfd):
 def test_a_draft_must_be_one_of_its_model(capfd, tmp_path):
     said = fails(capfd, "generate", "hello", "--draft", HEAD)
     assert "vocab_size=256" in said and "49152" in said
-    said = fails(capfd, "generate", "hello", "--draft-taps", "2,16,29")
+    said = fails(capfd, "generate", "hello", "--draft", "none", "--draft-taps", "2,16,29")
     assert "[2, 16, 29]" in said and "reads the target's layers" in said
     head = str(write_head(tmp_path / "head"))
     said = fails(capfd, "generate", "hello", "--draft", head, "--draft-taps", "2,16,31")
@@ -235,7 +235,17 @@ def test_an_interrupt_while_programs_compile_ends_it_cleanly(tmp_path):
 
 @needs_model
 def test_an_interrupt_ends_it_cleanly():
-    command = [sys.executable, "-m", "jaxspec", "generate", "Write a long story.", "--max-tokens", "400"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxspec",
+        "generate",
+        "Write a long story.",
+        "--max-tokens",
+        "400",
+        "--draft",
+        "none",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)  # it has begun to answer

@@ -73,6 +73,7 @@ class Scheduler:
         self._ring: deque[RingEntry | None] = deque([None] * (spec.pp - 1))
         self._is_solo = spec.pp == 1
         self._batch = 1
+        self._was_idle = True
         self._is_greedy = True
 
     @property
@@ -86,6 +87,7 @@ class Scheduler:
           UserError: it could never run, however long it waits.
         """
         self.check(sequence)
+        self._was_idle |= not self.has_work
         self._waiting.append(sequence)
 
     def check(self, sequence: Sequence) -> None:
@@ -140,6 +142,7 @@ class Scheduler:
                 return self._dispatch(enters=False)
             self._is_solo, self._batch = mode
             self._ring = deque([None] * (self.spec.pp - 1))
+        self._was_idle = False
         return self._dispatch(enters=True)
 
     def collect(self, plan: Plan, results: np.ndarray) -> Iterator[Update]:
@@ -239,8 +242,8 @@ class Scheduler:
         is_solo = spec.pp == 1 or (not self._prefilling and len(self._groups_in_use) <= 1 and wanted <= per_group)
         highest = max((s.slot % per_group + 1 for s in running if s.slot is not None), default=1)
         batch = max(self.batch_for(wanted), self.batch_for(highest))
-        # A smaller batch is another program to compile: it shrinks only from idle.
-        return is_solo, max(batch, self._batch) if running else batch
+        # A smaller batch is another program to compile: it shrinks only where nothing was left to do.
+        return is_solo, batch if self._was_idle and not running else max(batch, self._batch)
 
     def batch_for(self, num_sequences: int) -> int:
         """Slots of a group that take part where so many sequences are served."""

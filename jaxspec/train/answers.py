@@ -44,11 +44,16 @@ type Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Asked:
-    """A prompt to be answered."""
+    """A prompt to be answered.
+
+    Attributes:
+      goes_on: beyond tokens that end an answer.
+    """
 
     tokens: tuple[int, ...]
     temperature: float
     seed: int
+    goes_on: bool = False
 
 
 # What a record is made from; a `Record` is there already.
@@ -74,7 +79,13 @@ def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int], 
                 finish_dataset(config.path, {split: len(of_split) for split, of_split in items.items()}, made_from)
     dataset = Dataset.open(config.path)
     refuse_changes(dataset.made_from, made_from, f"{config.path} holds data of other settings", _CHANGED)
-    return dataset
+    others = [Dataset.open(path) for path in config.also]
+    for other in others:
+        for key in ("tokenizer", "target"):
+            ours, theirs = made_from.get(key), other.made_from.get(key)
+            if ours and theirs and ours != theirs:
+                raise UserError(f"data.also: {other.where} was made with another {key}: give data of the same target")
+    return Dataset.of(dataset, *others)
 
 
 def describe(config: DataConfig, target: Checkpoint) -> dict[str, Any]:
@@ -85,9 +96,13 @@ def describe(config: DataConfig, target: Checkpoint) -> dict[str, Any]:
     }
     described["heldout_every"] = config.heldout_every
     described["tokenizer"] = [_digest(path) for path in sorted(target.path.glob("tokenizer*.json"))]
-    if config.prompts:
+    if config.prompts or config.made_up:
         described["target"] = _digest(target.path / CHECKPOINT_MANIFEST)
-        described |= {"temperatures": list(config.temperatures), "max_tokens": config.max_tokens, "seed": config.seed}
+        described |= {"max_tokens": config.max_tokens, "seed": config.seed}
+    if config.prompts:
+        described["temperatures"] = list(config.temperatures)
+    if config.made_up:
+        described |= {"made_up": config.made_up, "made_up_temperature": config.made_up_temperature}
     if config.texts:
         described["sequence_length"] = config.sequence_length
     return described
@@ -108,6 +123,12 @@ def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any) -> dict[st
             # What is held out is asked greedily once: the evaluation estimates greedy decoding.
             for round_, temperature in enumerate(config.temperatures if split == TRAIN else (0.0,)):
                 items[split].append(Asked(prompt, temperature, _seed(config.seed, path.name, index, round_)))
+    if config.made_up:
+        opening = _opening(tokenizer)
+        _check_length(opening, config, target.max_positions, "data.made_up, the beginning of the chat template")
+        for index in range(config.made_up):
+            asked = Asked(opening, config.made_up_temperature, _seed(config.seed, "made up", index), goes_on=True)
+            items[_share_out(index, config.heldout_every)].append(asked)
     for path in config.conversations:
         for index, (record, named) in enumerate(read_conversations(path, tokenizer)):
             items[named or _share_out(index, config.heldout_every)].append(record)
@@ -138,12 +159,23 @@ def _read_prompts(
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
         except UserError as error:
             raise UserError(f"{path}, question {question.id}: {error}") from error
-        if len(tokens) + config.max_tokens > limit:
-            raise UserError(
-                f"{path}, question {question.id}: its {len(tokens)} tokens and data.max_tokens={config.max_tokens} "
-                f"exceed the model's context of {limit}: take it out, or lower data.max_tokens"
-            )
+        _check_length(tokens, config, limit, f"{path}, question {question.id}")
         yield tuple(tokens), _split(question.split) or _share_out(index, config.heldout_every)
+
+
+def _check_length(tokens: Sequence[int], config: DataConfig, limit: int, where: str) -> None:
+    if len(tokens) + config.max_tokens > limit:
+        raise UserError(
+            f"{where}: its {len(tokens)} tokens and data.max_tokens={config.max_tokens} exceed the model's context of "
+            f"{limit}: take it out, or lower data.max_tokens"
+        )
+
+
+def _opening(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the chat template writes before the first word of a user."""
+    word = "opening"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": word}])
+    return tuple(tokenizer.encode_part(text[: text.rindex(word)]))
 
 
 def read_conversations(path: Path, tokenizer: Tokenizer) -> list[tuple[Record, str | None]]:
@@ -182,7 +214,7 @@ def read_text(path: Path, tokenizer: Tokenizer, length: int) -> list[Record]:
 
 def answer(llm: LLM, asked: Sequence[Asked], max_tokens: int, num_seqs: int) -> Iterator[tuple[Asked, Record]]:
     """The target's answers, as they are finished; the next prompts enter as slots become free."""
-    stop_ids = list(llm.tokenizer.eos_token_ids)
+    eos_ids = list(llm.tokenizer.eos_token_ids)
     waiting, running = iter(enumerate(asked)), dict[int, Asked]()
     llm.engine.warm_up(min(num_seqs, len(asked)), is_greedy=all(each.temperature == 0 for each in asked))
     while True:
@@ -194,7 +226,7 @@ def answer(llm: LLM, asked: Sequence[Asked], max_tokens: int, num_seqs: int) -> 
                 prompt=list(prompt.tokens),
                 params=SamplingParams(temperature=prompt.temperature, max_tokens=max_tokens),
                 seed=prompt.seed,
-                stop_ids=stop_ids,
+                stop_ids=[] if prompt.goes_on else eos_ids,
             )
             llm.engine.add(request)
             running[order] = prompt

@@ -21,12 +21,15 @@ class DataConfig:
       temperatures: one answer of each prompt at each of them.
       max_tokens: of an answer.
       max_num_seqs: prompts that are answered at once.
+      made_up: so many conversations that the target makes up itself, from the beginning of its chat template on (Xu
+        et al. 2024, arXiv 2406.08464), of `max_tokens` each, at `made_up_temperature`.
       conversations: JSONL files with `messages`, used as they are.
       texts: plain text files, used as they are.
       seed: of the noise of sampled answers.
       sequence_length: tokens of a row; longer conversations are cut there, and texts into pieces of so many.
       heldout_every: of the prompts, conversations and pieces of a file one in so many is kept for the evaluation;
         where rows have a field `split`, those with `heldout` are.
+      also: directories of finished data, made for the same target, that are learned from too.
     """
 
     path: Path
@@ -35,10 +38,13 @@ class DataConfig:
     max_tokens: int = field(default=512, metadata=at_least(1))
     max_num_seqs: int = field(default=8, metadata=at_least(1))
     seed: int = field(default=0, metadata=between(0, 2**31 - 1))
+    made_up: int = field(default=0, metadata=at_least(0))
+    made_up_temperature: float = field(default=0.8, metadata=above(0))
     conversations: tuple[Path, ...] = ()
     texts: tuple[Path, ...] = ()
     sequence_length: int = field(default=1024, metadata=at_least(2))
     heldout_every: int = field(default=50, metadata=at_least(2))
+    also: tuple[Path, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +142,11 @@ def read_train_config(path: Path) -> TrainConfig:
 def check(config: TrainConfig, where: str) -> None:
     """Raises `UserError` for keys that contradict each other; `where` begins its message."""
     data, training, mesh = config.data, config.training, config.mesh
-    if not (data.prompts or data.conversations or data.texts):
-        raise UserError(f"{where}: data names no prompts, conversations or texts: give files of at least one kind")
+    if not (data.prompts or data.made_up or data.conversations or data.texts):
+        raise UserError(
+            f"{where}: data names no prompts, conversations or texts: give files of at least one kind, or a number for "
+            "data.made_up"
+        )
     if data.prompts and not data.temperatures:
         raise UserError(
             f"{where}: data.temperatures is empty: give one for each answer of a prompt, for instance [0, 1]"

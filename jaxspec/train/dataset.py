@@ -95,7 +95,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 
 def finish_dataset(directory: Path, records: Mapping[str, int], made_from: Mapping[str, Any]) -> None:
     """Writes `dataset.json`, with the number of records of each split, and the lengths and counts of `Dataset`."""
-    source = Dataset(directory, dict(made_from)).source(TRAIN)
+    source = Dataset((directory,), dict(made_from)).source(TRAIN)
     counts, lengths = np.zeros(0, np.int64), np.zeros(len(source), np.int32)
     for index in range(len(source)):
         record = source[index]
@@ -116,10 +116,10 @@ def shard_path(directory: Path, split: str, number: int) -> Path:
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Attributes:
-    made_from: what `dataset.json` says of its sources.
+    made_from: what `dataset.json` says of its sources, that of the first directory.
     """
 
-    directory: Path
+    directories: tuple[Path, ...]
     made_from: dict[str, Any]
 
     @classmethod
@@ -135,7 +135,7 @@ class Dataset:
                 f"{directory} has data format {manifest.get('format')!r}, this jaxspec reads {FORMAT}: {_MAKE_AGAIN}"
             )
         try:
-            dataset = cls(directory, manifest["made_from"])
+            dataset = cls((directory,), manifest["made_from"])
             records = {split: manifest["records"][split] for split in (TRAIN, HELDOUT)}
         except (KeyError, TypeError) as error:
             raise UserError(f"{directory / MANIFEST} is damaged ({error!r}): {_MAKE_AGAIN}") from error
@@ -145,24 +145,36 @@ class Dataset:
                 raise UserError(f"{directory} holds {found} {split} records, its manifest says {wanted}: {_MAKE_AGAIN}")
         return dataset
 
+    @classmethod
+    def of(cls, *datasets: "Dataset") -> "Dataset":
+        """All of them, one after the other."""
+        return cls(tuple(path for each in datasets for path in each.directories), datasets[0].made_from)
+
+    @property
+    def where(self) -> str:
+        return ", ".join(map(str, self.directories))
+
     def source(self, split: str) -> "RecordSource":
-        return RecordSource(sorted(self.directory.glob(f"{split}-*{_SUFFIX}")))
+        return RecordSource([path for each in self.directories for path in sorted(each.glob(f"{split}-*{_SUFFIX}"))])
 
     def token_counts(self, vocab_size: int) -> Int[np.ndarray, "V"]:
         """How often each token is in the answers of the training split."""
-        counts = self._statistics("counts")
-        return np.pad(counts, (0, vocab_size - len(counts)))
+        return np.sum([np.pad(each, (0, vocab_size - len(each))) for each in self._statistics("counts")], axis=0)
 
     def share_beyond(self, length: int) -> float:
         """Share of the training split's tokens that stand beyond so many of their conversation."""
-        lengths = self._statistics("lengths")
+        lengths = np.concatenate(self._statistics("lengths"))
         return float(np.maximum(lengths - length, 0).sum() / max(lengths.sum(), 1))
 
-    def _statistics(self, name: str) -> np.ndarray:
-        try:
-            return load_file(self.directory / _STATISTICS)[name]
-        except (OSError, KeyError, SafetensorError) as error:
-            raise UserError(f"{self.directory / _STATISTICS} is damaged ({error}): {_MAKE_AGAIN}") from error
+    def _statistics(self, name: str) -> list[np.ndarray]:
+        return [_statistics(directory, name) for directory in self.directories]
+
+
+def _statistics(directory: Path, name: str) -> np.ndarray:
+    try:
+        return load_file(directory / _STATISTICS)[name]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise UserError(f"{directory / _STATISTICS} is damaged ({error}): {_MAKE_AGAIN}") from error
 
 
 class RecordSource:
@@ -177,7 +189,7 @@ class RecordSource:
 
     @property
     def _directory(self) -> str:
-        return str(Path(self._paths[0]).parent) if self._paths else ""
+        return ", ".join(dict.fromkeys(str(Path(path).parent) for path in self._paths))
 
     def __len__(self) -> int:
         return len(self._records)

@@ -72,6 +72,28 @@ def test_requests_that_come_and_go_get_exactly_their_tokens(schedule):
     assert np.mean(accepted) > 1.2  # drafts that are never accepted would test nothing
 
 
+def test_the_batch_shrinks_only_when_nothing_was_left_to_do():
+    """Each smaller batch is a program to compile, also where requests end before the next ones are let in."""
+    engine = toy_engine(MeshShape(1, 1, 1), slots_per_group=4)
+    requests = Requests(np.random.default_rng(1))
+    batches = []
+
+    def serve(count):
+        for _ in range(count):
+            engine.add(requests.make(6, max_tokens=2))
+        while engine.has_work:
+            for _ in engine.step():
+                pass
+            batches.append(engine._batch)
+
+    serve(6)
+    assert set(batches) == {4}
+    batches.clear()
+    serve(1)
+    assert set(batches) == {1}
+    check(requests.made)
+
+
 def test_accepted_lengths_do_not_depend_on_the_schedule():
     def lengths(mesh, **options):
         requests = Requests(np.random.default_rng(1))

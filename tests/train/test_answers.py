@@ -93,6 +93,29 @@ def test_prompts_are_answered_at_every_temperature_and_held_out_ones_greedily(tm
     assert len(answered["asked"]) == 38
 
 
+def test_conversations_are_made_up_from_the_beginning_of_the_chat_template(tmp_path, target, answered):
+    dataset = make(data_config(tmp_path, prompts=(), made_up=12, made_up_temperature=0.7), target)
+    assert (len(all_of(dataset, TRAIN)), len(all_of(dataset, HELDOUT))) == (10, 2)
+    assert {(each.tokens, each.temperature, each.goes_on) for each in answered["asked"]} == {((1,), 0.7, True)}
+    assert len({each.seed for each in answered["asked"]}) == 12
+    with pytest.raises(UserError, match=r"made_up_temperature was 0\.7"):
+        make(data_config(tmp_path, prompts=(), made_up=12), target)
+
+
+def test_finished_data_is_learned_from_too(tmp_path, target, answered):
+    first = make(data_config(tmp_path), target)
+    both = make(data_config(tmp_path, path=tmp_path / "more", seed=1, also=(tmp_path / "data",)), target)
+    alone = make(data_config(tmp_path, path=tmp_path / "more", seed=1), target)
+    for split in (TRAIN, HELDOUT):
+        assert all_of(both, split) == all_of(alone, split) + all_of(first, split)
+    np.testing.assert_array_equal(both.token_counts(256), alone.token_counts(256) + first.token_counts(256))
+    other = make_target(tmp_path / "other", chat_template=TEMPLATE, eos="w4")
+    with pytest.raises(UserError, match="data was made with another tokenizer: give data of the same target"):
+        make(data_config(tmp_path, path=tmp_path / "else", also=(tmp_path / "data",)), other)
+    with pytest.raises(UserError, match="dataset.json"):
+        make(data_config(tmp_path, also=(tmp_path / "nothing",)), target)
+
+
 def test_work_that_was_stopped_goes_on_with_the_shards_that_are_missing(tmp_path, target, answered):
     whole = make(data_config(tmp_path, path=tmp_path / "whole"), target)
     answered |= {"asked": [], "limit": 15}
