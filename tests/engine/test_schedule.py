@@ -80,7 +80,7 @@ def test_the_batch_shrinks_only_when_nothing_was_left_to_do():
 
     def serve(count):
         for _ in range(count):
-            engine.add(requests.make(6, max_tokens=2))
+            engine.add(requests.make(9, max_tokens=1))
         while engine.has_work:
             for _ in engine.step():
                 pass
