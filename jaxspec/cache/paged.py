@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.pages import TRASH_PAGE, PageGeometry, locate
+from jaxspec.cache.pages import PageGeometry, locate
 from jaxspec.mesh import DCP, PP, TP, rank, split
 from pallas_kernels.kv_commit import commit_rows
 
@@ -45,37 +45,28 @@ class TargetCache:
         return dataclasses.replace(self, pages=pages[None])
 
     def put_pending(
-        self,
-        layer: int,
-        first_slot: Int[Array, ""],
-        k: Float[Array, "B T K D"],
-        v: Float[Array, "B T K D"],
-        is_written: Bool[Array, ""],
+        self, first_slot: Int[Array, ""], rows: Float[Array, "L 2 B T K D"], is_written: Bool[Array, ""]
     ) -> "TargetCache":
-        """Keeps this round's tree K/V of one layer; unless `is_written`, nothing changes."""
-        new = jnp.stack([k, v])[None].astype(self.pending.dtype)
-        start = (layer, 0, first_slot, 0, 0, 0)
-        old = lax.dynamic_slice(self.pending[0], start, new.shape)
-        pending = lax.dynamic_update_slice(self.pending[0], jnp.where(is_written, new, old), start)
-        return dataclasses.replace(self, pending=pending[None])
+        """Keeps this round's tree K/V; unless `is_written`, nothing changes."""
+        start = (0, 0, first_slot, 0, 0, 0)
+        old = lax.dynamic_slice(self.pending[0], start, rows.shape)
+        rows = jnp.where(is_written, rows.astype(old.dtype), old)
+        return dataclasses.replace(self, pending=lax.dynamic_update_slice(self.pending[0], rows, start)[None])
 
     def put_rows(
         self,
-        layer: int,
-        k: Float[Array, "C K D"],
-        v: Float[Array, "C K D"],
+        rows: Float[Array, "L 2 C K D"],
         positions: Int[Array, "C"],
         is_written: Bool[Array, "C"],
         page_row: Int[Array, "M"],
         geometry: PageGeometry,
     ) -> "TargetCache":
-        """Writes prompt K/V of one layer straight into pages."""
+        """Writes prompt K/V straight into pages."""
         page, offset, is_mine = local_address(positions[None], page_row[None], geometry)
-        keep = is_mine[0] & is_written
-        rows = jnp.where(keep[None, :, None, None], jnp.stack([k, v]), 0).astype(self.pages.dtype)
-        pages = self.pages[0].at[layer, :, jnp.where(keep, page[0], TRASH_PAGE), offset[0]]
-        # Advanced indices apart from each other put the row axis first.
-        return dataclasses.replace(self, pages=pages.set(rows.swapaxes(0, 1))[None])
+        nodes = jnp.arange(rows.shape[2])[None]
+        rows = rows.astype(self.pages.dtype)[:, :, None]
+        pages = commit_rows(self.pages[0], rows, nodes, page, offset, is_mine & is_written)
+        return dataclasses.replace(self, pages=pages[None])
 
 
 def local_address(

@@ -21,11 +21,11 @@ from jaxspec.models import rope, tensors
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import HeadLayout, head_layout, take_heads
 
-# (cache, layer, q, k, v) -> (attention output of this device's own query heads, cache). The tick supplies it: a model
-# knows rows and positions, not trees, pages or prompt chunks.
-type Attend[Cache] = Callable[
-    [Cache, int, Float[Array, "N H D"], Float[Array, "N K D"], Float[Array, "N K D"]],
-    tuple[Float[Array, "N own_H*D"], Cache],
+# (new, layer, q, k, v) -> (attention output of this device's own query heads, new), where `new` is what the layers so
+# far leave behind. The tick supplies it: a model knows rows and positions, not trees, pages or prompt chunks.
+type Attend[New] = Callable[
+    [New, int, Float[Array, "N H D"], Float[Array, "N K D"], Float[Array, "N K D"]],
+    tuple[Float[Array, "N own_H*D"], New],
 ]
 
 
@@ -169,17 +169,17 @@ class DecoderLayer(nnx.Module):
         if config.qk_norm:
             self.qk_norms = parameter((stages, 2, d), P(stage), dtype)
 
-    def __call__[Cache](
+    def __call__[New](
         self,
         x: Float[Array, "N E"],
         positions: Int[Array, "N"],
         slot: int,
-        attend: Attend[Cache],
-        cache: Cache,
+        attend: Attend[New],
+        new: New,
         collectives: Collectives = XLA,
-    ) -> tuple[Float[Array, "N E"], Cache]:
-        attended, cache = attend(cache, slot, *self.heads_of(self.input_norm(x), positions))
-        return self.finish(x, attended, collectives), cache
+    ) -> tuple[Float[Array, "N E"], New]:
+        attended, new = attend(new, slot, *self.heads_of(self.input_norm(x), positions))
+        return self.finish(x, attended, collectives), new
 
     def input_norm(self, x: Float[Array, "N E"]) -> Float[Array, "N E"]:
         return rms_norm(x, self.norms[0, 0], self.layout.config.norm_eps)
@@ -323,25 +323,25 @@ class Decoder(nnx.Module):
         """Rows of the embedding; -1 (an empty tree node) reads row 0."""
         return self.embedding[...][jnp.maximum(tokens, 0)]
 
-    def stage[Cache, Observed](
+    def stage[New, Observed](
         self,
         x: Float[Array, "N E"],
         positions: Int[Array, "N"],
-        attend: Attend[Cache],
-        cache: Cache,
+        attend: Attend[New],
+        new: New,
         observe: Observe[Observed],
         observed: Observed,
         collectives: Collectives = XLA,
-    ) -> tuple[Float[Array, "N E"], Cache, Observed]:
+    ) -> tuple[Float[Array, "N E"], New, Observed]:
         """This stage's layers over N rows."""
         sizes = self.layout.stage_sizes
         observed = observe(observed, -1, x)
         for slot, layer in enumerate(self.layers):
-            y, cache = layer(x, positions, slot, attend, cache, collectives)
+            y, new = layer(x, positions, slot, attend, new, collectives)
             may_be_padding = slot >= min(sizes)
             x = jnp.where(slot < jnp.array(sizes)[rank((PP,))], y, x) if may_be_padding else y
             observed = observe(observed, slot, x)
-        return x, cache, observed
+        return x, new, observed
 
     def final_hidden(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return rms_norm(x, self.final_norm[...], self.layout.config.norm_eps)

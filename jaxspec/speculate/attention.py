@@ -88,9 +88,16 @@ def attend_to_pages(
     return decode(q, pages, layer, page_table, lengths, scale=_scale(q))
 
 
+# Keys and values of the rows of each layer so far.
+type New = tuple[tuple[Float[Array, "N K D"], Float[Array, "N K D"]], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class VisitAttention:
     """The `attend` that a stage hands to its layers. Rows are the B * T tree nodes, then the lane's, then padding.
+
+    Layers only read the cache; what they add to it is written once, when all have read (`written`): a few launches
+    instead of some for every layer.
 
     Attributes:
       first_slot: of the group's B slots.
@@ -100,6 +107,7 @@ class VisitAttention:
       attention: `PALLAS` takes the kernels, for the chunk where they take its shapes.
     """
 
+    cache: TargetCache
     geometry: PageGeometry
     first_slot: Int[Array, ""]
     is_occupied: Bool[Array, ""]
@@ -112,57 +120,56 @@ class VisitAttention:
 
     def __call__(
         self,
-        cache: TargetCache,
+        new: New,
         layer: int,
         q: Float[Array, "N H D"],
         k: Float[Array, "N K D"],
         v: Float[Array, "N K D"],
-    ) -> tuple[Float[Array, "N own_H*D"], TargetCache]:
+    ) -> tuple[Float[Array, "N own_H*D"], New]:
         b, t = self.ancestors.shape[:2]
-        tree_q, tree_k, tree_v = (x[: b * t].reshape(b, t, *x.shape[1:]) for x in (q, k, v))
-        cache = cache.put_pending(layer, self.first_slot, tree_k, tree_v, self.is_occupied)
+        tree = (x[: b * t].reshape(b, t, *x.shape[1:]) for x in (q, k, v))
+        rows = self._trees(layer, *tree).reshape(b * t, -1)
+        if self.lane is not None:
+            chunk = (x[b * t : b * t + len(self.lane.tokens)] for x in (q, k, v))
+            rows = jnp.concatenate([rows, self._chunk(layer, *chunk).reshape(len(self.lane.tokens), -1)])
+        return jnp.pad(rows.astype(q.dtype), ((0, len(q) - len(rows)), (0, 0))), (*new, (k, v))
+
+    def written(self, new: New) -> TargetCache:
+        """The cache with the rows of all layers: the trees' pending, the chunk's in its pages."""
+        b, t = self.ancestors.shape[:2]
+        rows = jnp.stack([jnp.stack(of_layer) for of_layer in new])  # [L, 2, N, K, D]
+        trees = rows[:, :, : b * t].reshape(*rows.shape[:2], b, t, *rows.shape[3:])
+        cache = self.cache.put_pending(self.first_slot, trees, self.is_occupied)
         if self.lane is None:
-            rows = self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)
-        else:
-            chunk_q, chunk_k, chunk_v = (x[b * t : b * t + len(self.lane.tokens)] for x in (q, k, v))
-            # Before any read of this layer: two versions of the cache alive at once would be a copy of it.
-            cache = self._put_chunk(cache, layer, chunk_k, chunk_v)
-            trees = self._trees(cache, layer, tree_q, tree_k, tree_v).reshape(b * t, -1)
-            chunk = self._chunk(cache, layer, chunk_q, chunk_k, chunk_v).reshape(len(chunk_q), -1)
-            rows = jnp.concatenate([trees, chunk])
-        return jnp.pad(rows.astype(q.dtype), ((0, len(q) - len(rows)), (0, 0))), cache
+            return cache
+        step = jnp.arange(len(self.lane.tokens))
+        chunk, positions = rows[:, :, b * t : b * t + len(step)], self.lane.start + step
+        return cache.put_rows(chunk, positions, step < self.lane.length, self.lane.page_row, self.geometry)
 
-    def _put_chunk(self, cache: TargetCache, layer: int, k: Array, v: Array) -> TargetCache:
-        assert self.lane is not None
-        step = jnp.arange(len(k))
-        return cache.put_rows(
-            layer, k, v, self.lane.start + step, step < self.lane.length, self.lane.page_row, self.geometry
-        )
-
-    def _trees(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
+    def _trees(self, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
         if self.attention == PALLAS:
             if self.geometry.dcp == 1:
-                pages = (cache.pages[0], layer, self.page_table, self.lengths)
+                pages = (self.cache.pages[0], layer, self.page_table, self.lengths)
                 return kernel.tree_decode(q, *pages, k, v, self.ancestors, scale=_scale(q))[0]
-            parts = self._parts(kernel.context_decode, cache, layer, q, self.page_table, self.lengths)
+            parts = self._parts(kernel.context_decode, layer, q, self.page_table, self.lengths)
             return tree_join(q, k, v, self.ancestors, self._first_head(q), parts, scale=_scale(q))
-        prefix = self._prefix(cache, layer, q, self.page_table, self.lengths)
+        prefix = self._prefix(layer, q, self.page_table, self.lengths)
         own_q, own_k, own_v = self._own_heads(q, k, v)
         return join(prefix, tree_attention(own_q, own_k, own_v, self.ancestors, scale=_scale(q)))
 
-    def _chunk(self, cache: TargetCache, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
+    def _chunk(self, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "C own_H D"]:
         assert self.lane is not None
         row, start = self.lane.page_row, self.lane.start
         if self.attention == PALLAS and self._has_prefill(q, k):
             if self.geometry.dcp == 1:
-                prefix = Prefix(cache.pages[0], layer, row, start)
+                prefix = Prefix(self.cache.pages[0], layer, row, start)
                 return chunk_prefill(q, chunk=(k, v), prefix=prefix, scale=_scale(q))[0]
-            parts = self._parts(_prefill_prefix, cache, layer, q[None], row[None], start[None])
+            parts = self._parts(_prefill_prefix, layer, q[None], row[None], start[None])
             output, lse = merge(*unpack(parts))
             own_q, *own = self._own_heads(q, k, v)
             among = chunk_prefill(own_q, chunk=(own[0], own[1]), prefix=None, scale=_scale(q))
         else:
-            output, lse = self._prefix(cache, layer, q[None], row[None], start[None])
+            output, lse = self._prefix(layer, q[None], row[None], start[None])
             among = causal_attention(*self._own_heads(q, k, v), scale=_scale(q))
         return join((output[0], lse[0]), among)
 
@@ -177,17 +184,16 @@ class VisitAttention:
         )
 
     def _prefix(
-        self, cache: TargetCache, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
+        self, layer: int, q: Float[Array, "B T H D"], page_table: Array, lengths: Array
     ) -> tuple[Float[Array, "B T own_H D"], Float[Array, "B T own_H"]]:
         """Attention over all tokens in pages, for this rank's own heads."""
         if self.geometry.dcp == 1:
-            return context_decode(q, cache.pages[0], layer, page_table, lengths, scale=_scale(q))
-        return merge(*unpack(self._parts(context_decode, cache, layer, q, page_table, lengths)))
+            return context_decode(q, self.cache.pages[0], layer, page_table, lengths, scale=_scale(q))
+        return merge(*unpack(self._parts(context_decode, layer, q, page_table, lengths)))
 
     def _parts(
         self,
         decode: Callable[..., tuple[Array, Array]],
-        cache: TargetCache,
         layer: int,
         q: Float[Array, "B T H D"],
         page_table: Array,
@@ -195,7 +201,7 @@ class VisitAttention:
     ) -> Float[Array, "dcp B T own_H D+8"]:
         """Each rank's attention over the tokens in its pages, packed, for this rank's own heads."""
         local = self.geometry.local_length(lengths, rank((DCP,)))
-        packed = pack(*decode(q, cache.pages[0], layer, page_table, local, scale=_scale(q)))
+        packed = pack(*decode(q, self.cache.pages[0], layer, page_table, local, scale=_scale(q)))
         by_owner = packed.reshape(*packed.shape[:2], self.geometry.dcp, -1, packed.shape[-1])
         return self.collectives.exchange(jnp.moveaxis(by_owner, 2, 0), DCP)
 

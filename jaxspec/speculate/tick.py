@@ -15,7 +15,7 @@ from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
 from jaxspec.mesh import PP, XLA, Collectives, rank
 from jaxspec.models.decoder import Decoder
-from jaxspec.speculate.attention import VisitAttention
+from jaxspec.speculate.attention import New, VisitAttention
 from jaxspec.speculate.commands import SlotCommands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState, Streams
@@ -66,7 +66,6 @@ def advance(
     is_occupied = group >= 0
     first_slot = jnp.maximum(group, 0) * spec.slots_per_group
     rows = state.slots.rows(first_slot, batch)
-    cache = commit(spec, state, first_slot, rows, is_occupied)
 
     arrived = jax.tree.map(lambda x: x[0], (state.ring.trees, state.ring.chunk))
     positions = rows.length[:, None] + depths(rows.ancestors)
@@ -77,6 +76,7 @@ def advance(
         parts.append(_entering(target, lane.tokens, arrived[1]))
         part_positions.append(lane.start + jnp.arange(spec.chunk))
     attend = VisitAttention(
+        cache=commit(spec, state, first_slot, rows, is_occupied),
         geometry=spec.geometry,
         first_slot=first_slot,
         is_occupied=is_occupied,
@@ -89,8 +89,9 @@ def advance(
     )
     batched = jax.tree.map(_as_rows, *parts)
     observe = tap_observer(spec.drafter.taps, spec.layout)
-    x, cache, taps = target.stage(
-        batched.hidden, _as_rows(*part_positions), attend, cache, observe, batched.taps, collectives
+    nothing: New = ()
+    x, new, taps = target.stage(
+        batched.hidden, _as_rows(*part_positions), attend, nothing, observe, batched.taps, collectives
     )
     passed, nodes = Streams(x, taps), positions.size
     trees = jax.tree.map(lambda new, old: new[:nodes].reshape(old.shape), passed, arrived[0])
@@ -99,7 +100,7 @@ def advance(
     if lane is not None:
         chunk = jax.tree.map(lambda new: new[nodes : nodes + spec.chunk], passed)
         ring = dataclasses.replace(ring, chunk=_add_axis(chunk.to_next_stage(spec.pp, collectives)))
-    return dataclasses.replace(state, cache=cache, ring=ring), Leaving(trees, chunk)
+    return dataclasses.replace(state, cache=attend.written(new), ring=ring), Leaving(trees, chunk)
 
 
 def enter(spec: StepSpec, state: StepState, tick: Int[Array, ""], entry: Entry) -> StepState:

@@ -256,7 +256,8 @@ def test_a_visit_with_the_kernel_is_a_visit_with_the_reference(has_lane):
 
     def visit(attention):
         def body(cache, q, k, v, lane):
-            return VisitAttention(
+            visit = VisitAttention(
+                cache=cache,
                 geometry=PageGeometry(page_size, 1),
                 first_slot=jnp.int32(0),
                 is_occupied=jnp.bool(True),
@@ -265,7 +266,9 @@ def test_a_visit_with_the_kernel_is_a_visit_with_the_reference(has_lane):
                 ancestors=jnp.asarray(ancestors),
                 lane=lane if has_lane else None,
                 attention=attention,
-            )(cache, LAYER, q, k, v)
+            )
+            rows, new = visit((), LAYER, q, k, v)
+            return rows, visit.written(new * LAYERS)
 
         mesh = make_mesh(MeshShape(1, 1, 1))
         mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)

@@ -15,6 +15,7 @@ from jaxspec.speculate.attention import VisitAttention
 from jaxspec.speculate.lane import LaneRows
 
 LAYERS, LAYER = 2, 1
+OF_LAYER = (2.0, 1.0)  # what a layer leaves behind, as multiples of the rows: no two leave the same
 PAGE_SIZE, PAGES_PER_SEQUENCE = 8, 3
 # Every length that three pages can hold: both sides of every page and every shard boundary.
 LENGTHS = np.arange(PAGE_SIZE * PAGES_PER_SEQUENCE + 1)
@@ -59,6 +60,7 @@ def visit(layout: Layout, has_lane: bool):
 
     def body(cache, q, k, v, lengths, page_table, is_occupied, lane):
         attention = VisitAttention(
+            cache=cache,
             geometry=PageGeometry(PAGE_SIZE, layout.mesh.dcp),
             first_slot=FIRST_SLOT,
             is_occupied=is_occupied,
@@ -67,7 +69,8 @@ def visit(layout: Layout, has_lane: bool):
             ancestors=jax.numpy.tile(ANCESTORS, (BATCH, 1, 1)),
             lane=lane if has_lane else None,
         )
-        return attention(cache, LAYER, q, k, v)
+        rows, _ = attention((), LAYER, q, k, v)
+        return rows, attention.written(tuple((scale * k, scale * v) for scale in OF_LAYER))
 
     by_head = P(None, TP)
     return jax.jit(
@@ -173,9 +176,9 @@ def test_tree_rows_wait_in_the_pending_buffer_of_their_slots(layout):
     _, cache = inputs.run(layout)
     expected = np.zeros(cache.pending.shape, np.float32)
     for i, new in enumerate((inputs.k, inputs.v)):
-        expected[0, LAYER, i, FIRST_SLOT : FIRST_SLOT + BATCH] = new[: BATCH * NODES].reshape(
-            BATCH, NODES, -1, HEAD_DIM
-        )
+        rows = new[: BATCH * NODES].reshape(BATCH, NODES, -1, HEAD_DIM)
+        for layer, scale in enumerate(OF_LAYER):
+            expected[0, layer, i, FIRST_SLOT : FIRST_SLOT + BATCH] = scale * rows
     np.testing.assert_array_equal(cache.pending, expected)
     np.testing.assert_array_equal(cache.pages, inputs.cache.pages)
 
@@ -236,6 +239,7 @@ def test_chunk_rows_are_written_to_the_pages_of_their_positions(layout, start, l
     for row in range(length):
         page, offset = divmod(start + row, PAGE_SIZE)
         for i, new in enumerate((inputs.k, inputs.v)):
-            expected[0, LAYER, i, inputs.lane_pages[page], offset] = new[BATCH * NODES + row]
+            for layer, scale in enumerate(OF_LAYER):
+                expected[0, layer, i, inputs.lane_pages[page], offset] = scale * new[BATCH * NODES + row]
     np.testing.assert_array_equal(np.asarray(cache.pages)[:, :, :, 1:], expected[:, :, :, 1:])
     assert np.all(np.isin(np.asarray(cache.pages)[:, :, :, 0], (0, 7)))

@@ -171,6 +171,7 @@ def test_a_visit_of_two_ranks_with_the_kernels_is_a_visit_of_one_with_the_refere
             monkeypatch.setattr(module, "rank", lambda axes: rank)
         cache = TargetCache(pages, jnp.zeros((1, 1, 2, batch, nodes, kv_heads, head_dim), jnp.bfloat16))
         return VisitAttention(
+            cache=cache,
             geometry=PageGeometry(page_size, dcp),
             first_slot=jnp.int32(0),
             is_occupied=jnp.bool(True),
@@ -180,7 +181,7 @@ def test_a_visit_of_two_ranks_with_the_kernels_is_a_visit_of_one_with_the_refere
             lane=lane,
             attention=kind,
             collectives=SimpleNamespace(exchange=exchange),
-        )(cache, 0, q, k, v)[0]
+        )((), 0, q, k, v)[0]
 
     def visit_of_rank(pages, rank, kind, received):
         sent = []
