@@ -30,6 +30,7 @@ from jaxspec.models.decoder import (
     DecoderLayout,
     LayerLayout,
     pad_axis,
+    pad_rows,
     parameter,
     rms_norm,
 )
@@ -115,8 +116,9 @@ class Eagle3Head(nnx.Module):
                 inputs = jnp.concatenate([layer.input_norm(embedded), normed], axis=-1)
             else:
                 inputs = layer.input_norm(x)
-            residual, attended, cache = attend(cache, index, residual, *layer.heads_of(inputs, positions))
-            x = layer.finish(residual, attended, collectives)
+            heads = (part[: len(x)] for part in layer.heads_of(pad_rows(inputs), pad_rows(positions)))
+            residual, attended, cache = attend(cache, index, residual, *heads)
+            x = layer.finish(pad_rows(residual), pad_rows(attended), collectives)[: len(residual)]
         return x, cache
 
     def recycled(self, outputs: Float[Array, "R H"]) -> Float[Array, "R H"]:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.mesh import MODEL_AXES, PP, TP, XLA, AxisNames, Collectives, MeshShape, rank
 from jaxspec.models import rope, tensors
@@ -135,6 +135,14 @@ def ignore[Observed](observed: Observed, layer: int, x: Float[Array, "N E"]) -> 
 
 def parameter(shape: tuple[int, ...], spec: P, dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, dtype), out_sharding=spec)
+
+
+ROW_MULTIPLE = 8  # products of fewer rows are no faster, and one row is slower
+
+
+def pad_rows(x: Shaped[Array, "R *S"]) -> Shaped[Array, "N *S"]:
+    """Rows for matrix products, with zeros after them."""
+    return jnp.pad(x, ((0, -len(x) % ROW_MULTIPLE), *((0, 0),) * (x.ndim - 1)))
 
 
 def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:

@@ -14,15 +14,13 @@ from jaxtyping import Array, Bool, Int, Shaped
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
 from jaxspec.mesh import PP, XLA, Collectives, rank
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import Decoder, pad_rows
 from jaxspec.speculate.attention import New, VisitAttention
 from jaxspec.speculate.commands import SlotCommands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState, Streams
 from jaxspec.speculate.taps import tap_observer
 from jaxspec.speculate.trees import depths
-
-ROW_MULTIPLE = 8  # products of fewer rows are no faster, and one row is slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +134,7 @@ def _entering(target: Decoder, tokens: Int[Array, "*R"], arrived: Streams) -> St
 
 def _as_rows(*parts: Shaped[Array, "_ *S"]) -> Shaped[Array, "N *S"]:
     """One batch of rows, padded for the matrix products."""
-    rows = jnp.concatenate(parts)
-    return jnp.pad(rows, ((0, -len(rows) % ROW_MULTIPLE), *((0, 0),) * (rows.ndim - 1)))
+    return pad_rows(jnp.concatenate(parts))
 
 
 def _add_axis(streams: Streams) -> Streams:

@@ -148,7 +148,7 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
     ]
     if tree is not None:
         k, v, ancestors = tree
-        operands += [mosaic.pad(x, 1, copied_rows(t)) for x in (k, v)]
+        operands.append(mosaic.pad(jnp.stack([k, v]), 2, copied_rows(t)))
         if t > 1:  # one node sees itself
             operands.append(mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows))
     output, lse = _call(plan, operands, num_pages, scale, interpret or None)
@@ -182,18 +182,18 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     cluster = splits if plan.is_cluster else 1
     share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
-    nodes = tree[0].shape[1] if tree else 0
+    nodes = tree[0].shape[2] if tree else 0
     to_log2 = scale * mosaic.LOG2_E
 
     def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
-        tree_refs: list[Any] = [*refs[: len(tree)], *[None] * (3 - len(tree))]
-        tree_k_ref, tree_v_ref, bits_ref = tree_refs
+        tree_refs: list[Any] = [*refs[: len(tree)], *[None] * (2 - len(tree))]
+        tree_ref, bits_ref = tree_refs
         o_ref, lse_ref, *others = refs[len(tree) :]
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
         ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
         me = lax.axis_index("warpgroup")
-        kinds = ((tree_k_ref, k_s, k_in, k_free), (tree_v_ref, v_s, v_in, v_free))
+        kinds = ((k_s, k_in, k_free), (v_s, v_in, v_free))
 
         def row_tile_of(warpgroup):
             return lax.axis_index("rows") * warpgroups + warpgroup
@@ -217,7 +217,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
 
         def bring(tiles: _Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
-            tree_ref, into, arrived, _ = kinds[kind]
+            into, arrived, _ = kinds[kind]
             slot = tiles.slot_of(tile)
 
             def copy(sources):
@@ -234,7 +234,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 @pl.when(tile == tiles.prefix)
                 def from_tree():
                     first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
-                    copy(tree_ref.at[sequence, pl.ds(first + j * part, part), head] for j in range(parts))
+                    copy(tree_ref.at[kind, sequence, pl.ds(first + j * part, part), head] for j in range(parts))
 
         def bring_all(tiles: _Tiles):
             for warpgroup in range(warpgroups):
