@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -76,8 +77,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
-        draft: str | None = None,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        draft: str | os.PathLike[str] | None = None,
         mesh: tuple[int, int, int] | str | MeshShape = (1, 1, 1),
         tree: str | None = None,
         dtype: str = "auto",
@@ -96,6 +97,8 @@ class LLM:
         report: Callable[[str], None] | None = None,
     ):
         self._report = report or (lambda line: None)
+        model = _as_text(model)
+        draft = None if draft is None else _as_text(draft)
         drafter, tree_spec = check_options(draft, tree, dtype, tail_placement, draft_taps)
         _check_choice("attention", attention, ATTENTION)
         _check_choice("exchange", exchange, EXCHANGE)
@@ -110,7 +113,7 @@ class LLM:
             if value is not None:
                 check_at_least(name, value, least)
         self.mesh_shape = _as_mesh_shape(mesh)
-        self.draft, self.tree = draft or "none", tree_spec.name
+        self.draft, self.tree = "none" if draft is None else draft, tree_spec.name
         pp, dcp = self.mesh_shape.pp, self.mesh_shape.dcp
         geometry = PageGeometry(page_size or _PAGE_TOKENS_PER_RANK * dcp, dcp)
 
@@ -303,14 +306,14 @@ def check_options(
       UserError: one of them is unknown, or they don't go together.
     """
     for name, value in (("draft", draft), ("tree", tree)):
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{name}={value!r} must be text or None")
+        if value is not None and not (isinstance(value, str) and value):
+            raise UserError(f"{name}={value!r} must be a text that is not empty, or None")
     if draft_taps is not None and not (
         isinstance(draft_taps, list | tuple) and draft_taps and all(type(tap) is int for tap in draft_taps)
     ):
         raise UserError(f"draft_taps={draft_taps!r} must be a list of integers, for instance (2, 16, 29)")
-    drafter = find_drafter(draft or "none")
-    tree_spec = TreeSpec.parse(tree or drafter.default_tree)
+    drafter = find_drafter("none" if draft is None else draft)
+    tree_spec = TreeSpec.parse(drafter.default_tree if tree is None else tree)
     drafter.check_tree(tree_spec)
     _check_choice("dtype", dtype, ("auto", *DTYPES))
     if tail_placement is not None:
@@ -331,6 +334,11 @@ def _as_mesh_shape(mesh: object) -> MeshShape:
     if not isinstance(mesh, list | tuple) or len(mesh) != 3:
         raise UserError(f"mesh={mesh!r} must be three sizes (pp, tp, dcp), for instance (2, 1, 2)")
     return MeshShape(*mesh)
+
+
+def _as_text(name_or_path: str | os.PathLike[str]) -> str:
+    """What is neither is left for the checks to name."""
+    return os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

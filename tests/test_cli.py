@@ -80,7 +80,7 @@ def test_json_has_the_fields_of_the_contract_and_nothing_else_is_on_stdout():
 @needs_model
 @pytest.mark.parametrize("mesh", ["2,1,2"])
 def test_a_simulated_mesh_says_so_and_gives_the_same_tokens(mesh):
-    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--draft", "ngram", "--mesh", mesh, "--json")
+    done = jaxspec("generate", QUESTION, "--max-tokens", "8", "--mesh", mesh, "--json")
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stderr
     assert json.loads(done.stdout)["token_ids"] == ANSWER
@@ -133,6 +133,7 @@ def test_on_a_terminal_drafted_tokens_are_coloured_unless_no_color_is_set(no_col
         (("--model", "no-such-model"), "no-such-model"),
         (("--draft", "eagle9"), "eagle9"),
         (("--draft", "ngram", "--tree", "chain:0"), "chain:0"),
+        (("--draft", ""), "draft='' must be a text that is not empty"),
         (("--mesh", "2,2"), "2,2"),
         (("--max-tokens", "0"), "max_tokens=0"),
         (("--max-tokens", "many"), "many"),

@@ -95,6 +95,12 @@ class Eagle3(Drafter):
                     f"the draft's files name no layers, and the usual taps {list(wanted)} of a target of "
                     f"{target.num_layers} layers are not ascending: give its taps (draft_taps, --draft-taps)"
                 )
+        elif wanted and wanted[-1] > target.num_layers:
+            raise UserError(
+                f"the draft's config.json lists layers that, read as those whose outputs it takes, mean the taps "
+                f"{list(wanted)}, but the target has {target.num_layers} layers: say which are meant (draft_taps, "
+                f"--draft-taps), perhaps {','.join(str(tap - 1) for tap in wanted)}"
+            )
         check_taps(wanted, target.num_layers)
         if len(wanted) != config.num_taps and not (wanted == config.taps == ()):
             raise UserError(

@@ -14,14 +14,14 @@ HEADS = {"eagle3": Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-
 
 
 def find_drafter(name_or_path: str) -> Drafter:
-    """A drafter by its name, or a trained one by the directory that holds it.
+    """A drafter by its name, or a trained one by the directory that holds it (`./NAME` where a name is the same).
 
     Raises:
       UserError: it is neither.
     """
     if name_or_path in DRAFTERS:
         return DRAFTERS[name_or_path]
-    path = HEADS.get(name_or_path, Path(name_or_path))
+    path = HEADS.get(name_or_path, Path(name_or_path).expanduser())
     if path.is_dir():
         return Eagle3.open(path)
     if path.exists():

@@ -69,7 +69,7 @@ class TreeSpec:
 
     def __post_init__(self) -> None:
         if len(self.parents) > MAX_NODES:
-            raise UserError(f"tree {self.name!r} has {len(self.parents)} nodes, root included; at most {MAX_NODES} fit")
+            raise UserError(f"tree {self.name!r} has too many nodes: at most {MAX_NODES} fit, root included")
         for node, parent in enumerate(self.parents):
             if (parent != -1) if node == 0 else not 0 <= parent < node:
                 raise UserError(
@@ -90,10 +90,10 @@ class TreeSpec:
             return cls(text, TOPOLOGIES[rest])
         if kind == "static" and re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", rest):
             return cls(text, (-1, *(int(part) for part in rest.split(","))))
-        if kind == "dynamic" and (
-            beam := re.fullmatch(r"steps=([0-9]{1,3}),topk=([0-9]{1,3}),nodes=([0-9]{1,3})", rest)
-        ):
-            return cls._dynamic(text, Beam(*(int(size) for size in beam.groups())))
+        if kind == "dynamic" and re.fullmatch(r"[a-z]+=[0-9]{1,3}(,[a-z]+=[0-9]{1,3}){2}", rest):
+            sizes = {name: int(size) for name, size in (part.split("=") for part in rest.split(","))}
+            if sizes.keys() == {"steps", "topk", "nodes"}:
+                return cls._dynamic(text, Beam(**sizes))
         raise UserError(
             f"tree {text!r} must be none, chain:D with D of at least 1, static:… with one of "
             f"{', '.join(TOPOLOGIES)} or the parents of nodes 1, 2, … as in static:0,0,1,2, or "

@@ -76,7 +76,7 @@ def test_the_head_of_another_target_is_refused_with_both_sizes():
 
 
 def test_taps_that_the_target_does_not_have_are_refused():
-    refused(lambda: head().fit(target(4)), "tap 5", "between 0", "4")
+    refused(lambda: head().fit(target(4)), "[2, 4, 5]", "4 layers", "--draft-taps", "1,3,4")
     refused(lambda: head().fit(target(), [2, 4, 9]), "tap 9", "between 0", "8")
     refused(lambda: head().fit(target(), [5, 4, 2]), "[5, 4, 2]", "ascending")
     refused(lambda: head().fit(target(), [2, 4, 4]), "[2, 4, 4]", "each once")

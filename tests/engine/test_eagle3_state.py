@@ -120,8 +120,10 @@ def accepted(tree: str, **changes) -> float:
     [
         ({"taps": (1, 2, 3)}, 0.4),  # outputs of layers taken for what enters them
         ({"rope_theta": 1e5}, 0.03),  # the target's base
+        ({"rope_theta": 1e1}, 0.1),
         ({"d2t": "missing"}, 1.0),
         ({"norm_output": True}, 0.4),
+        ({"norm_before_residual": True}, 0.4),
     ],
     ids=str,
 )

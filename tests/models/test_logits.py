@@ -7,19 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
-from models_on_mesh import MODELS, ONE, engine, full_logits, load, restored
+from models_on_mesh import MODELS, ONE, engine, full_logits, layout_of, load, restored
 from toy import run
 
 from jaxspec.engine.sequence import Sequence
-from jaxspec.mesh import MODEL_AXES, MeshShape
+from jaxspec.mesh import MODEL_AXES, PP, MeshShape, make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculate.commands import Commands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.program import initial_state
 from jaxspec.speculate.state import StepState
+from jaxspec.speculate.taps import tap_observer
 from jaxspec.speculate.tick import Entry, advance
+from pallas_kernels.chunk_prefill import causal_attention
 
 FAMILIES = sorted(path.name for path in MODELS.iterdir())
 # Largest difference of a logit; their standard deviation is above 1.
@@ -98,6 +101,43 @@ def _teacher_forced(built, name, mesh, tokens, prefix):
     )
     _, part = run(weights, dataclasses.replace(state, slots=slots), None)
     return np.concatenate([*logits, part])[:, : spec.layout.config.vocab_size]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_that_pass_through_a_pipeline_are_the_residual_streams_of_a_whole_text(name):
+    """Of every family, without a word of it in its file: all taps, and the last rows, over two stages."""
+    tokens = jnp.asarray(load(name)[2]["tokens"][0])
+
+    def read(mesh):
+        layout, (graph, weights) = layout_of(name, mesh), restored(name, mesh)
+        taps = range(layout.config.num_layers + 1)
+
+        def body(weights, tokens):
+            model = nnx.merge(graph, weights)
+
+            def attend(new, layer, q, k, v):
+                return causal_attention(q, k, v, scale=q.shape[-1] ** -0.5)[0].reshape(len(q), -1), new
+
+            x = model.embed(tokens)
+            seen = jnp.zeros((len(tokens), len(taps), x.shape[1]))
+            for stage in range(mesh.pp):
+                if stage:
+                    x, seen = (lax.ppermute(each, PP, [(stage - 1, stage)]) for each in (x, seen))
+                observe = tap_observer(taps, layout)
+                x, _, seen = model.stage(x, jnp.arange(len(tokens)), attend, None, observe, seen)
+            return x[None], seen[None]
+
+        specs = nnx.get_partition_spec(weights), P()
+        run = jax.shard_map(body, mesh=make_mesh(mesh), in_specs=specs, out_specs=P(PP), check_vma=False)
+        with jax.default_matmul_precision("highest"):
+            x, seen = jax.jit(run)(weights, tokens)
+        return np.asarray(x[-1]), np.asarray(seen[-1])
+
+    (x, seen), (expected_x, expected) = read(MeshShape(2, 1, 1)), read(ONE)
+    np.testing.assert_allclose(seen, expected, atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(expected[:, -1], expected_x)
+    np.testing.assert_allclose(x, expected_x, atol=1e-5, rtol=1e-5)
+    assert all(np.abs(np.diff(expected, axis=1)).max((0, 2)) > 1e-3)  # no two are alike
 
 
 def test_both_ways_of_writing_rope_scaling_mean_the_same():

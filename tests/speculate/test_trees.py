@@ -44,9 +44,14 @@ def test_parse_reads_every_form(text, parents):
     assert tree.name == text
 
 
+def test_the_sizes_of_a_dynamic_tree_may_come_in_any_order():
+    tree, other = TreeSpec.parse("dynamic:topk=4,nodes=16,steps=3"), TreeSpec.parse("dynamic:steps=3,topk=4,nodes=16")
+    assert (tree.beam, tree.parents) == (other.beam, other.parents)
+
+
 def test_a_tree_may_have_as_many_nodes_as_there_are_bits():
     assert TreeSpec.parse("chain:63").num_nodes == MAX_NODES
-    with pytest.raises(UserError, match=r"'chain:64' has 65 nodes, root included; at most 64 fit"):
+    with pytest.raises(UserError, match="'chain:64' has too many nodes: at most 64 fit, root included"):
         TreeSpec.parse("chain:64")
 
 
@@ -81,7 +86,7 @@ def test_a_tree_may_have_as_many_nodes_as_there_are_bits():
         "dynamic:steps=3,topk=4,nodes=",
         "dynamic:steps=3,topk=4,nodes=-1",
         "dynamic:steps=3,topk=4,nodes=1000",
-        "dynamic:topk=4,steps=3,nodes=16",
+        "dynamic:steps=3,steps=4,nodes=16",
         "dynamic:steps=3,topk=4,nodes=16,",
         "dynamic:steps=3, topk=4, nodes=16",
         "dynamic:steps=3,top_k=4,nodes=16",
