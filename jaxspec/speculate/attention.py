@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.cache.paged import TargetCache
@@ -134,17 +135,24 @@ class VisitAttention:
             rows = jnp.concatenate([rows, self._chunk(layer, *chunk).reshape(len(self.lane.tokens), -1)])
         return jnp.pad(rows.astype(q.dtype), ((0, len(q) - len(rows)), (0, 0))), (*new, (k, v))
 
-    def written(self, new: New) -> TargetCache:
-        """The cache with the rows of all layers: the trees' pending, the chunk's in its pages."""
+    def written(self, new: New, output: Float[Array, "N E"]) -> tuple[TargetCache, Float[Array, "N E"]]:
+        """The cache with the rows of all layers: the trees' pending, the chunk's in its pages.
+
+        Args:
+          output: of the layers; it is returned, and whoever goes on must take it from here.
+        """
         b, t = self.ancestors.shape[:2]
         rows = jnp.stack([jnp.stack(of_layer) for of_layer in new])  # [L, 2, N, K, D]
         trees = rows[:, :, : b * t].reshape(*rows.shape[:2], b, t, *rows.shape[3:])
         cache = self.cache.put_pending(self.first_slot, trees, self.is_occupied)
         if self.lane is None:
-            return cache
+            return cache, output
         step = jnp.arange(len(self.lane.tokens))
-        chunk, positions = rows[:, :, b * t : b * t + len(step)], self.lane.start + step
-        return cache.put_rows(chunk, positions, step < self.lane.length, self.lane.page_row, self.geometry)
+        # After the last read of the pages, on which the output depends: else they would be copied.
+        chunk, output = lax.optimization_barrier((rows[:, :, b * t : b * t + len(step)], output))
+        positions = self.lane.start + step
+        is_written = step < self.lane.length
+        return cache.put_rows(chunk, positions, is_written, self.lane.page_row, self.geometry), output
 
     def _trees(self, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
         if self.attention == PALLAS:

@@ -91,6 +91,7 @@ def advance(
     x, new, taps = target.stage(
         batched.hidden, _as_rows(*part_positions), attend, nothing, observe, batched.taps, collectives
     )
+    cache, x = attend.written(new, x)
     passed, nodes = Streams(x, taps), positions.size
     trees = jax.tree.map(lambda new, old: new[:nodes].reshape(old.shape), passed, arrived[0])
     chunk = arrived[1]
@@ -98,7 +99,7 @@ def advance(
     if lane is not None:
         chunk = jax.tree.map(lambda new: new[nodes : nodes + spec.chunk], passed)
         ring = dataclasses.replace(ring, chunk=_add_axis(chunk.to_next_stage(spec.pp, collectives)))
-    return dataclasses.replace(state, cache=attend.written(new), ring=ring), Leaving(trees, chunk)
+    return dataclasses.replace(state, cache=cache, ring=ring), Leaving(trees, chunk)
 
 
 def enter(spec: StepSpec, state: StepState, tick: Int[Array, ""], entry: Entry) -> StepState:

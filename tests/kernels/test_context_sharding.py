@@ -70,7 +70,7 @@ def visit(layout: Layout, has_lane: bool):
             lane=lane if has_lane else None,
         )
         rows, _ = attention((), LAYER, q, k, v)
-        return rows, attention.written(tuple((scale * k, scale * v) for scale in OF_LAYER))
+        return rows, attention.written(tuple((scale * k, scale * v) for scale in OF_LAYER), rows)[0]
 
     by_head = P(None, TP)
     return jax.jit(
