@@ -86,6 +86,63 @@ def dot_and_add_product(queries, keys, acc, weights, values, meanwhile: Callable
     return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, width), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
 
+def soften(scores: Float[Array, "64 keys"], top: Float[Array, "64"], total: Float[Array, "64"], to_log2: float):
+    """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks.
+
+    Args:
+      to_log2: factor on the scores, for powers of two.
+    """
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    weights = jnp.exp2(scores * to_log2 - over(new_top * to_log2, scores.shape[1]))
+    shrink = jnp.exp2((top - new_top) * to_log2)
+    return weights, new_top, total * shrink + weights.sum(axis=1), shrink
+
+
+def operand(shape: Sequence[int], dtype) -> plgpu.SMEM:
+    """Shared memory with rows of a multiple of 64, as wgmma reads it."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def clear_after(count, values, cleared, me) -> None:
+    """Zeros instead of the rows from `count` on, which the first warpgroup writes and all wait for.
+
+    A weight of 0 would let a NaN through that an earlier owner of a page left.
+    """
+
+    @pl.when(me == 0)
+    def _():
+        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=MATRIX)
+        loaded = plgpu.load(values, layout=MATRIX)
+        values[...] = jnp.where(row < count, loaded, jnp.zeros_like(loaded))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cleared)
+
+    plgpu.barrier_wait(cleared)
+
+
+def share_roles(
+    me, warpgroups: int, registers: tuple[int, int] | None, fetch: Callable[[], None], multiply: Callable[[], None]
+) -> None:
+    """The warpgroup after the first `warpgroups` fetches for them.
+
+    Args:
+      registers: of a thread that multiplies and of one that fetches; None leaves them as the compiler shares them out.
+    """
+
+    @pl.when(me == warpgroups)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        fetch()
+
+    @pl.when(me < warpgroups)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
+        multiply()
+
+
 def load_words(words: Sequence[Any]) -> list[Int[Array, "64"]]:
     """Of the rows' ancestor bits in memory."""
     return [plgpu.load(word, layout=ROW, optimized=False) for word in words]

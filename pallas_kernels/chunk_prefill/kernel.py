@@ -224,7 +224,7 @@ def _call(
             lax.fori_loop(tiles.start, tiles.end, fetch_tile, None)
 
         def soften(block: _Block, n, scores, top, total, is_masked):
-            """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
+            """As `mosaic.soften`, of what the rows see."""
             if is_masked:
                 tiles = block.tiles
                 row = block.first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.ROW)
@@ -235,29 +235,12 @@ def _call(
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=mosaic.MATRIX)
                 # Every row sees some key of a tile: blocks don't straddle the diagonals of two.
                 scores = jnp.where(key < mosaic.over(limit, TILE), scores, NO_KEYS)
-            new_top = jnp.maximum(top, scores.max(axis=1))
-            weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
-            shrink = jnp.exp2((top - new_top) * to_log2)
-            return weights, new_top, total * shrink + weights.sum(axis=1), shrink
-
-        def clear_unused(values_ref, count):
-            """A weight of 0 would let a NaN through that an earlier owner left in the page."""
-
-            @pl.when(me == 0)
-            def _():
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=mosaic.MATRIX)
-                values = plgpu.load(values_ref, layout=mosaic.MATRIX)
-                values_ref[...] = jnp.where(token < count, values, jnp.zeros_like(values))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(clean)
-
-            plgpu.barrier_wait(clean)
+            return mosaic.soften(scores, top, total, to_log2)
 
         def finish(carry, values):
             acc, weights, top, total = carry
-            return mosaic.add_product(acc, weights, values, interpret) * mosaic.over(
-                1 / total, d
-            ), top * scale + jnp.log(total)
+            output = mosaic.add_product(acc, weights, values, interpret) * mosaic.over(1 / total, d)
+            return output, top * scale + jnp.log(total)
 
         def write(block: _Block, output, lse):
             o_s.at[me][...] = output
@@ -334,26 +317,11 @@ def _call(
 
                     @pl.when(tiles.is_partial(end - 1))
                     def _():
-                        clear_unused(v_s.at[last], tiles.length - tiles.full * TILE)
+                        mosaic.clear_after(tiles.length - tiles.full * TILE, v_s.at[last], clean, me)
 
                 write(block, *finish(carry, v_s.at[last]))
 
-        @pl.when(me == warpgroups)
-        def _():
-            if plan.registers:
-                plgpu.set_max_registers(plan.registers[1], action="decrease")
-            fetch(find_block())
-
-        @pl.when(me < warpgroups)
-        def _():
-            if plan.registers:
-                plgpu.set_max_registers(plan.registers[0], action="increase")
-            multiply(find_block())
-
-    def operand(*shape):
-        """As wgmma reads it from shared memory."""
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+        mosaic.share_roles(me, warpgroups, plan.registers, lambda: fetch(find_block()), lambda: multiply(find_block()))
 
     barrier = plgpu.Barrier
     parts = TILE // part
@@ -370,9 +338,9 @@ def _call(
             jax.ShapeDtypeStruct((splits, sets, rows), jnp.float32),
         ),
         scratch_types=(
-            operand(warpgroups, ROWS, d),
-            operand(stages, TILE, d),
-            operand(stages, TILE, d),
+            mosaic.operand((warpgroups, ROWS, d), q.dtype),
+            mosaic.operand((stages, TILE, d), q.dtype),
+            mosaic.operand((stages, TILE, d), q.dtype),
             plgpu.SMEM((warpgroups, ROWS, d), jnp.float32),
             plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             barrier(num_barriers=warpgroups),

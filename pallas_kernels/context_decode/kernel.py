@@ -280,13 +280,6 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                         plgpu.barrier_wait(free)
                         bring(tiles, tile + stages, where, kind)
 
-        def soften(scores, top, total):
-            """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks."""
-            new_top = jnp.maximum(top, scores.max(axis=1))
-            weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
-            shrink = jnp.exp2((top - new_top) * to_log2)
-            return weights, new_top, total * shrink + weights.sum(axis=1), shrink
-
         def attend(tiles: _Tiles):
             """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
             # Long before they are needed: they come from memory.
@@ -308,22 +301,13 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 return lax.cond(tile < tiles.full, lambda: scores, masked)
 
             def await_values(tile):
-                """Of the tokens that there are: a weight of 0 would let a NaN through that an earlier owner of the page
-                left."""
+                """Zeros in the place of tokens that there are not."""
                 slot, count = tiles.slot_of(tile), tiles.present(tile)
                 plgpu.barrier_wait(v_in.at[slot])
 
                 @pl.when(count < TILE)
                 def _():
-                    @pl.when(me == 0)
-                    def _():
-                        token = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=mosaic.MATRIX)
-                        values = plgpu.load(v_s.at[slot], layout=mosaic.MATRIX)
-                        v_s.at[slot][...] = jnp.where(token < count, values, jnp.zeros_like(values))
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(clean)
-
-                    plgpu.barrier_wait(clean)
+                    mosaic.clear_after(count, v_s.at[slot], clean, me)
 
             def pages_after(tile):
                 return () if plan.producer else pages_of(tile + stages)
@@ -337,7 +321,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
 
                 def meanwhile(scores):
                     release(tiles, tile, key_pages, 0)
-                    return lax.optimization_barrier(soften(mask(tile, scores), top, total))
+                    return lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
 
                 acc, weights, top, total, shrink = mosaic.dot_and_add_product(
                     queries, k_s.at[slot], acc, weights, v_s.at[slot_before], meanwhile, interpret
@@ -348,12 +332,12 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 return acc * mosaic.over(shrink, d), weights, top, total, key_pages, pages_after(tile + 1)
 
             queries, start, end = q_s.at[me], tiles.start, tiles.end
-            acc, *none = nothing()
+            acc, top, total = nothing()
             first_pages, second_pages = pages_after(start), pages_after(start + 1)
             plgpu.barrier_wait(k_in.at[0])
             scores = mosaic.dot(queries, k_s.at[0].T, TILE)
             release(tiles, start, first_pages, 0)
-            weights, top, total, _ = soften(mask(start, scores), *none)
+            weights, top, total, _ = mosaic.soften(mask(start, scores), top, total, to_log2)
             carry = acc, weights.astype(q.dtype), top, total, first_pages, second_pages
             acc, weights, top, total, *_ = lax.fori_loop(start + 1, end, step, carry)
             await_values(end - 1)
@@ -426,26 +410,10 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 merge_share()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        if not plan.producer:
+        if plan.producer:
+            mosaic.share_roles(me, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)
+        else:
             multiply()
-            return
-
-        @pl.when(me == warpgroups)
-        def _():
-            if plan.registers:
-                plgpu.set_max_registers(plan.registers[1], action="decrease")
-            bring_all(find_tiles())
-
-        @pl.when(me < warpgroups)
-        def _():
-            if plan.registers:
-                plgpu.set_max_registers(plan.registers[0], action="increase")
-            multiply()
-
-    def operand(*shape):
-        """As wgmma reads it from shared memory."""
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
     def results(count):
         return (
@@ -457,7 +425,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
     scratch: list[Any] = [
         # The output is written when queries, keys and values have been read: to the same place, for it needs much.
         plgpu.RefUnion(
-            (operand(warpgroups, TILE, d), operand(stages, TILE, d), operand(stages, TILE, d)),
+            tuple(mosaic.operand((count, TILE, d), q.dtype) for count in (warpgroups, stages, stages)),
             (
                 plgpu.SMEM((warpgroups, d // share, TILE, share), jnp.float32),
                 plgpu.SMEM((warpgroups, TILE), jnp.float32),
