@@ -3,10 +3,10 @@
     python tools/check_meshes.py
     python tools/check_meshes.py --meshes 2,2,1 4,1,1 --draft runs/smollm2-eagle3/head --exchange peers
 
-Each mesh is run by a process of its own, which is killed when it takes too long: what it was at is then in the table.
-Texts are SmolLM2's, greedy and sampled, with every draft, tree and placement of the tail. Where a greedy token differs
-from that of one device, `lead` says by how much the likeliest token led the second there: rounding explains small leads
-only. Speeds are those of `bench/step.py`, for random weights of the shape of Llama-3.1-8B.
+Each mesh and placement of the tail is run by a process of its own, `--jobs` of them at once, which is killed when it
+takes too long: what it was at is then in the table. Texts are SmolLM2's, greedy and sampled, with every draft and tree.
+Where a greedy token differs from that of one device, `lead` says by how much the likeliest token led the second there:
+rounding explains small leads only. Speeds are those of `bench/step.py`, for random weights of the shape of Llama-3.1-8B.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,15 @@ def main() -> None:
     parser.add_argument("--draft", help="an EAGLE-3 head of SmolLM2, beside n-grams")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--against", help="attention of the one device that all are compared with (default: the same)")
     parser.add_argument("--exchange", default="xla")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help="only the first N")
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 32768], help="none measures no speeds")
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a mesh")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a process")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, where texts are made")
     parser.add_argument("--output", type=Path, help="everything as JSON")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -61,26 +64,39 @@ def main() -> None:
     count = run_process(options, "count", ONE)["result"]
     meshes = [mesh for mesh in options.meshes if math.prod(map(int, mesh.split(","))) <= count]
     print(f"# {count} devices: meshes {' '.join(meshes) or 'none of those asked for'}", flush=True)
-    expected = run_process(options, "texts", ONE)
-    results = {ONE: expected} | {mesh: run_process(options, "texts", mesh) for mesh in meshes}
+    tasks = [(mesh, placement) for mesh in [ONE, *meshes] for placement in placements(mesh)]
+    against = argparse.Namespace(**vars(options) | {"attention": options.against or options.attention})
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waited_for = pool.submit(run_process, against, "texts", ONE, tail="last")
+        others = [task for task in tasks if task != (ONE, "last") or options.against]
+        ends = pool.map(lambda task: run_process(options, "texts", task[0], tail=task[1]), others)
+        results = dict(zip(others, ends, strict=True))
+        expected = waited_for.result()
+    results = {(ONE, "last"): expected} | results
     print("mesh | tail | draft | tree | sampling | tokens | lead | accepted lengths | MiB planned | MiB in use")
-    for mesh in [ONE, *meshes]:
-        show_texts(options, mesh, results[mesh], expected)
+    for task in tasks:
+        show_texts(options, *task, results[task], expected)
     speeds = list(measure_speeds(options, [ONE, *meshes]))
     if options.output:
-        options.output.write_text(json.dumps({"texts": results, "speeds": speeds}, indent=1))
+        options.output.write_text(json.dumps({"texts": list(results.values()), "speeds": speeds}, indent=1))
 
 
-def show_texts(options: argparse.Namespace, mesh: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def placements(mesh: str) -> list[str]:
+    return ["last", "spread"] if int(mesh.split(",")[0]) > 1 else ["last"]
+
+
+def show_texts(
+    options: argparse.Namespace, mesh: str, tail: str, found: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """A row for each run of a mesh, or one that says where it ended."""
     if found["end"] != "done":
-        print(mesh, found["end"], f"while it was at: {found['at']}", sep=" | ", flush=True)
+        print(mesh, tail, found["end"], f"while it was at: {found['at']}", sep=" | ", flush=True)
         return
     by_name = {(run["draft"], run["tree"], run["sampling"]): run for run in expected.get("result") or []}
     for run in found["result"]:
         reference = by_name.get((run["draft"], run["tree"], run["sampling"]))
         verdicts = ["-", "-", "-"] if reference is None else compare(options, run, reference)
-        row = [mesh, run["tail"], run["draft"], run["tree"], run["sampling"], *verdicts, run["planned"], run["in_use"]]
+        row = [mesh, tail, run["draft"], run["tree"], run["sampling"], *verdicts, run["planned"], run["in_use"]]
         print(*row, sep=" | ", flush=True)
 
 
@@ -123,14 +139,18 @@ def measure_speeds(options: argparse.Namespace, meshes: list[str]) -> Iterator[d
                 yield row | {"context": context}
 
 
-def run_process(options: argparse.Namespace, task: str, mesh: str, texts: Any = None) -> dict[str, Any]:
+def run_process(
+    options: argparse.Namespace, task: str, mesh: str, texts: Any = None, tail: str = "last"
+) -> dict[str, Any]:
     """A task in a process of its own: how it ended, what it was at, and its result."""
     with tempfile.TemporaryDirectory() as directory:
         given, at, result = (Path(directory) / name for name in ("given", "at", "result"))
         given.write_text(json.dumps(texts))
-        command = [sys.executable, __file__, *arguments_of(options), "--child", f"{task}:{mesh}", directory]
+        command = [sys.executable, __file__, *arguments_of(options), "--child", f"{task}:{mesh}:{tail}", directory]
         end, error = wait(command, options.limit)
         return {
+            "mesh": mesh,
+            "tail": tail,
             "end": end,
             "at": at.read_text() if at.is_file() else "start",
             "error": error,
@@ -166,8 +186,8 @@ def wait(command: list[str], limit: float) -> tuple[str, str]:
 # In a process of its own
 
 
-def run_child(options: argparse.Namespace, task_and_mesh: str, directory: str) -> None:
-    task, _, mesh = task_and_mesh.partition(":")
+def run_child(options: argparse.Namespace, what: str, directory: str) -> None:
+    task, mesh, tail = what.split(":")
     folder = Path(directory)
 
     def say(what: str) -> None:
@@ -180,7 +200,7 @@ def run_child(options: argparse.Namespace, task_and_mesh: str, directory: str) -
     elif task == "leads":
         result = measure_leads(options, given)
     else:
-        result = list(make_texts(options, mesh, say))
+        result = list(make_texts(options, mesh, tail, say))
     (folder / "result").write_text(json.dumps(result))
 
 
@@ -202,53 +222,51 @@ def measure_leads(options: argparse.Namespace, texts: list[list[int]]) -> list[f
     return leads(checkpoint, read_config(checkpoint.config), DTYPES[options.dtype], texts)
 
 
-def make_texts(options: argparse.Namespace, mesh: str, say: Any) -> Iterator[dict[str, Any]]:
+def make_texts(options: argparse.Namespace, mesh: str, tail: str, say: Any) -> Iterator[dict[str, Any]]:
     import jax
 
     from jaxspec import LLM, SamplingParams
 
     trees = TREES | ({options.draft: HEAD_TREES} if options.draft else {})
-    runs = [(draft, tree) for draft, each in trees.items() for tree in each]
-    for placement in ("last", "spread") if int(mesh.split(",")[0]) > 1 else ("last",):
-        for draft, tree in runs:
-            name = f"draft {draft}, tree {tree}, tail {placement}"
-            say(f"{name}: making it")
-            llm = LLM(
-                draft=draft,
-                tree=tree,
-                mesh=mesh,
-                dtype=options.dtype,
-                tail_placement=placement,
-                attention=options.attention,
-                exchange=options.exchange,
-                max_num_seqs=4,
-                max_model_len=256,
-                report=lambda line, name=name: say(f"{name}: {line}"),
-            )
-            stats = jax.devices()[0].memory_stats()
-            for sampling, settings in (("greedy", GREEDY), ("sampled", SAMPLED)):
-                say(f"{name}: {sampling}")
-                params = SamplingParams(max_tokens=options.max_tokens, **settings)
-                outputs = llm.generate(PROMPTS[: options.prompts], params, show_progress=False)
-                yield {
-                    "tail": placement,
-                    "draft": draft,
-                    "tree": tree,
-                    "sampling": sampling,
-                    "planned": round(llm.memory.total / 2**20),
-                    "in_use": round(stats["bytes_in_use"] / 2**20) if stats else "-",
-                    "answers": [
-                        {
-                            "prompt": output.prompt_token_ids,
-                            "token_ids": output.token_ids,
-                            "accepted_lengths": output.accepted_lengths,
-                        }
-                        for output in outputs
-                    ],
-                }
-            del llm
+    for draft, tree in ((draft, tree) for draft, each in trees.items() for tree in each):
+        name = f"draft {draft}, tree {tree}"
+        say(f"{name}: making it")
+        llm = LLM(
+            draft=draft,
+            tree=tree,
+            mesh=mesh,
+            dtype=options.dtype,
+            tail_placement=tail,
+            attention=options.attention,
+            exchange=options.exchange,
+            max_num_seqs=4,
+            max_model_len=256,
+            report=lambda line, name=name: say(f"{name}: {line}"),
+        )
+        stats = jax.devices()[0].memory_stats()
+        for sampling, settings in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            say(f"{name}: {sampling}")
+            params = SamplingParams(max_tokens=options.max_tokens, **settings)
+            outputs = llm.generate(PROMPTS[: options.prompts], params, show_progress=False)
+            yield {
+                "draft": draft,
+                "tree": tree,
+                "sampling": sampling,
+                "planned": round(llm.memory.total / 2**20),
+                "in_use": round(stats["bytes_in_use"] / 2**20) if stats else "-",
+                "answers": [
+                    {
+                        "prompt": output.prompt_token_ids,
+                        "token_ids": output.token_ids,
+                        "accepted_lengths": output.accepted_lengths,
+                    }
+                    for output in outputs
+                ],
+            }
+        del llm
 
 
 if __name__ == "__main__":
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast between GPUs
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for `--jobs`
     main()

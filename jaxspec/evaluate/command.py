@@ -65,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, default=0, help="of the first question, one more for each next (default: %(default)s)")
     add("--max-num-seqs", type=int, default=8, metavar="N", help="questions answered at once (default: %(default)s)")
+    add("--chunk-size", type=int, default=64, metavar="N", help="as of generate (default: %(default)s)")
     add("--limit", type=int, metavar="N", help="only the first N questions of each file")
     add("--output", type=Path, metavar="DIR", help="where acceptance.json and acceptance.png are written")
 
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> None:
     """
     params = SamplingParams(**{name: getattr(options, name) for name in _SAMPLING})
     check_at_least("max_num_seqs", options.max_num_seqs, 1)
+    check_at_least("chunk_size", options.chunk_size, 1)
     if options.limit is not None:
         check_at_least("limit", options.limit, 1)
     mesh = MeshShape.parse(options.mesh)
@@ -96,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
         attention=options.attention,
         max_num_seqs=options.max_num_seqs,
         max_model_len=context,
+        chunk_size=options.chunk_size,
         report=_say,
     )
     num_runs = 1 + len(pairs)
@@ -117,6 +120,7 @@ def run(options: argparse.Namespace) -> None:
             "device": device.device_kind,
             "jax": jax.__version__,
             "max_num_seqs": options.max_num_seqs,
+            "chunk_size": options.chunk_size,
             "context": context,
             "sampling": {name: getattr(options, name) for name in _SAMPLING},
             "files": [str(path) for path in options.prompts],

@@ -36,6 +36,8 @@ from jaxspec.train.dataset import HELDOUT, MANIFEST, TRAIN, Dataset, Record, fin
 _SHARD_ITEMS = 128
 # Text that is tokenised at once.
 _TEXT_CHARACTERS = 1 << 20
+# Tokens of a prompt that enter in one round.
+_LEAST_CHUNK, _LARGEST_CHUNK = 64, 1024
 _BEGUN = ".begun"
 _CHANGED = "give another data.path, or remove the directory"
 
@@ -60,11 +62,12 @@ class Asked:
 type Item = Asked | Record
 
 
-def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int], LLM], say: Say) -> Dataset:
+def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int, int], LLM], say: Say) -> Dataset:
     """The dataset of `config`, made now as far as it is not there yet.
 
     Args:
-      start: gives the target, to answer in contexts of so many tokens; called only where there is something to answer.
+      start: gives the target, for contexts of so many tokens and prompts that enter in chunks of so many; called only
+        where there is something to answer.
 
     Raises:
       UserError: a file is wrong, or the directory holds data of other settings.
@@ -239,7 +242,7 @@ def answer(llm: LLM, asked: Sequence[Asked], max_tokens: int, num_seqs: int) -> 
                 yield running.pop(request.order), Record(tokens, np.arange(len(tokens)) >= len(request.prompt))
 
 
-def _make(config: DataConfig, items: Mapping[str, Sequence[Item]], start: Callable[[int], LLM], say: Say) -> None:
+def _make(config: DataConfig, items: Mapping[str, Sequence[Item]], start: Callable[[int, int], LLM], say: Say) -> None:
     """Writes all shards that are missing, each when it is complete, in whatever order answers come."""
     shards: dict[Path, list[Item]] = {
         shard_path(config.path, split, number): list(of_split[at : at + _SHARD_ITEMS])
@@ -264,7 +267,8 @@ def _make(config: DataConfig, items: Mapping[str, Sequence[Item]], start: Callab
     if not places:
         return
     say(f"{len(places):,} prompts to answer, for {sum(map(len, items.values())):,} records in {config.path}")
-    llm = start(max(len(asked.tokens) for asked in places) + config.max_tokens)
+    lengths = sorted(len(asked.tokens) for asked in places)
+    llm = start(lengths[-1] + config.max_tokens, _chunk_size(lengths))
     started, tokens = time.perf_counter(), 0
     with progress_bar("answered prompts", len(places), is_shown=True, say=say) as advance:
         for asked, record in answer(llm, list(places), config.max_tokens, config.max_num_seqs):
@@ -274,6 +278,12 @@ def _make(config: DataConfig, items: Mapping[str, Sequence[Item]], start: Callab
             write_if_whole(path)
             tokens += len(record.tokens) - len(asked.tokens)
             advance(1, f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
+
+
+def _chunk_size(lengths: Sequence[int]) -> int:
+    """Prompts enter one at a time, a chunk in a round: nine in ten in a single one, where that is not too many."""
+    most = lengths[9 * (len(lengths) - 1) // 10]
+    return min(max(1 << (most - 1).bit_length(), _LEAST_CHUNK), _LARGEST_CHUNK)
 
 
 def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Record:

@@ -40,7 +40,6 @@ HEAD_DIRECTORY = "head"
 _CONFIG, _CHECKPOINTS, _METRICS = "config.json", "checkpoints", "metrics.jsonl"
 _KEPT_CHECKPOINTS = 2
 _LOG_EVERY = 10
-_CHUNK_SIZE = 256  # of the prompts that are answered: one enters in a round
 # What does not decide the parameters at the end, but for rounding.
 _MAY_CHANGE = {
     "output",
@@ -104,14 +103,14 @@ def train(config: TrainConfig, say: Say) -> Path:
 
 
 def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
-    def start(context: int) -> LLM:
+    def start(context: int, chunk_size: int) -> LLM:
         return LLM(
             config.target,
             mesh=(1, config.mesh.tp, 1),
             dtype=config.dtype,
             max_num_seqs=config.data.max_num_seqs,
             max_model_len=context,
-            chunk_size=_CHUNK_SIZE,
+            chunk_size=chunk_size,
             report=say,
         )
 

@@ -66,9 +66,9 @@ def data_config(tmp_path, **changes) -> DataConfig:
 
 
 def make(config, target, contexts=None):
-    def start(context):
+    def start(context, chunk_size):
         if contexts is not None:
-            contexts.append(context)
+            contexts.append((context, chunk_size))
         return "a model"
 
     return open_or_make(config, target, start, say=lambda line: None)
@@ -88,7 +88,7 @@ def test_prompts_are_answered_at_every_temperature_and_held_out_ones_greedily(tm
     assert len({each.seed for each in answered["asked"] if each.temperature}) == 18
     # w1 is a user's turn, w2 the assistant's, as the template has them.
     assert all((tokens[0], tokens[3], tokens[4], len(tokens)) == (1, 3, 2, 7) for tokens in train)
-    assert contexts == [5 + 30]
+    assert contexts == [(5 + 30, 64)]
     assert make(data_config(tmp_path, max_tokens=30), target) == dataset  # and nothing is asked again
     assert len(answered["asked"]) == 38
 
