@@ -6,7 +6,7 @@
 Each mesh and placement of the tail is run by a process of its own, `--jobs` of them at once, which is killed when it
 takes too long: what it was at is then in the table. Texts are SmolLM2's, greedy and sampled, with every draft and tree.
 Where a greedy token differs from that of one device, `lead` says by how much the likeliest token led the second there:
-rounding explains small leads only. Speeds are those of `bench/step.py`, for random weights of the shape of Llama-3.1-8B.
+rounding explains small leads only. Speeds are those of `bench/step.py`, for random weights of Llama-3.1-8B's shape.
 """
 
 import argparse
