@@ -24,7 +24,7 @@ from jaxspec.models.registry import read_config
 from jaxspec.precision import DTYPES
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.config import read_train_config
-from jaxspec.train.run import train
+from jaxspec.train.run import make_data, train
 
 _SECONDS_TO_RETURN = 0.1
 _DRAFTED, _PLAIN = "\033[32m", "\033[0m"
@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     train_draft = commands.add_parser("train-draft", help="train an EAGLE-3 head for a model")
     train_draft.set_defaults(run=_train_draft)
     train_draft.add_argument("config", metavar="CONFIG.yaml", type=Path, help="as those in configs/train")
+    train_draft.add_argument("--data-only", action="store_true", help="make the data, and train nothing yet")
 
     bench = commands.add_parser("bench", help="measure drafts on a set of prompts")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
@@ -157,7 +158,7 @@ def _convert(options: argparse.Namespace) -> None:
 def _train_draft(options: argparse.Namespace) -> None:
     config = read_train_config(options.config)
     _keep_compiled_programs()
-    train(config, lambda line: print(f"jaxspec: {line}", file=sys.stderr))
+    (make_data if options.data_only else train)(config, lambda line: print(f"jaxspec: {line}", file=sys.stderr))
 
 
 def _bench_acceptance(options: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ from jaxspec.precision import DTYPES, choose_dtype
 from jaxspec.progress import progress_bar
 from jaxspec.train.answers import open_or_make
 from jaxspec.train.config import TrainConfig, check
-from jaxspec.train.dataset import Dataset, heldout_batches, training_batches
+from jaxspec.train.dataset import HELDOUT, TRAIN, Dataset, heldout_batches, training_batches
 from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent
 from jaxspec.train.loss import Sums
 from jaxspec.train.report import Measurement, read_measurements, write_report
@@ -52,6 +52,18 @@ _MAY_CHANGE = {
 }
 
 type Say = Callable[[str], None]
+
+
+def make_data(config: TrainConfig, say: Say) -> None:
+    """The first part of `train`: makes the data where it is missing, and no head.
+
+    Raises:
+      UserError: the configuration does not fit the target or the data.
+    """
+    check(config, "the configuration")
+    dataset = _dataset(config, open_model(config.target), say)
+    records = sum(len(dataset.source(split)) for split in (TRAIN, HELDOUT))
+    say(f"{records:,} records are in {dataset.where}")
 
 
 def train(config: TrainConfig, say: Say) -> Path:

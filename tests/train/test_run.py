@@ -200,6 +200,8 @@ def test_a_finished_run_stays_as_it_is_and_a_changed_one_is_refused(finished, ca
     before = head.read_bytes()
     assert main(["train-draft", str(finished.file)]) == 0
     assert "this run is finished" in capfd.readouterr().err and head.read_bytes() == before
+    assert main(["train-draft", str(finished.file), "--data-only"]) == 0
+    assert f"records are in {finished.config.data.path}" in capfd.readouterr().err
     with pytest.raises(UserError, match="seed was 0 and is 1"):
         run.train(dataclasses.replace(finished.config, seed=1), lambda line: None)
     training = dataclasses.replace(finished.config.training, evaluate_every=7, checkpoint_every=9)

@@ -85,7 +85,8 @@ def planned(case: Case, how: str, table: torch.Tensor, q: torch.Tensor):
     queries = torch.arange(case.batch + 1, dtype=torch.int32) * case.tokens
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
     mask = dict(causal=True) if how == "causal" else dict(custom_mask=tree_mask(case))
-    wrapper.plan(queries, pages, table, last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype, **mask)
+    on_device = queries.cuda(), pages.cuda(), table, last.cuda()  # as masks have to be
+    wrapper.plan(*on_device, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype, **mask)
     return wrapper.run
 
 
