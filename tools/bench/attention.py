@@ -42,6 +42,9 @@ from pallas_kernels.context_decode.plan import Plan
 from pallas_kernels.lse_merge import merge
 from pallas_kernels.tree_attention import tree_attention
 
+# May fail, where a plan breaks its rules.
+type Make = Callable[[], Work]
+
 
 def work_of(case: Case, plan: dict[str, int], has_peers: bool, rate: float) -> Work:
     """At a copy rate in bytes a second."""
@@ -142,6 +145,10 @@ def parse_part(part: str) -> tuple[str, int]:
     return name, int(value)
 
 
+def compile_named(name: str, make: Make) -> Programs:
+    return Programs.compile(dataclasses.replace(make(), name=name))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in (*CASES, *PREFILLS, *LATENTS, *TREES)]
@@ -161,9 +168,9 @@ def main() -> None:
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
 
-    def planned(cases: Sequence[Any], work: Callable[[Any, dict[str, int]], Work]) -> list[Work]:
+    def planned(cases: Sequence[Any], work: Callable[[Any, dict[str, int]], Work]) -> list[tuple[str, Make]]:
         return [
-            dataclasses.replace(work(case, plan), name=f"{case.name} {text}".strip())
+            (f"{case.name} {text}".strip(), functools.partial(work, case, plan))
             for name in options.cases
             for case in cases
             if case.name == name
@@ -179,7 +186,10 @@ def main() -> None:
             LATENTS, lambda case, plan: case.work(plan, has_peers, rate)
         ),
         "case | error | µs | reference µs": [
-            case.work(has_peers) for name in options.cases for case in TREES if case.name == name
+            (name, functools.partial(case.work, has_peers))
+            for name in options.cases
+            for case in TREES
+            if case.name == name
         ],
     }
     rows = []
@@ -189,10 +199,10 @@ def main() -> None:
                 print(header, flush=True)
             for several in itertools.batched(group, 6):
                 # Compiled together, since that takes most of the time; timed alone.
-                compiled = list(pool.map(lambda work: or_reason(lambda: Programs.compile(work)), several))
-                for work, programs in zip(several, compiled, strict=True):
+                compiled = list(pool.map(lambda named: or_reason(lambda: compile_named(*named)), several))
+                for (name, _), programs in zip(several, compiled, strict=True):
                     if isinstance(programs, str):
-                        print(f"{work.name} | {programs}", flush=True)
+                        print(f"{name} | {programs}", flush=True)
                         continue
                     rows.append(programs.measure())
                     print(" | ".join(str(value) for value in rows[-1].values()), flush=True)
