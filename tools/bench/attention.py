@@ -33,7 +33,7 @@ from generate import copy_rate
 from jax import lax
 from latent import LATENTS
 from prefill import PREFILLS
-from timing import Attend, Programs, Work, binary_tree, or_reason, relative_error
+from timing import Attend, Programs, Work, binary_tree, idle_microseconds, or_reason, relative_error
 from tree import TREES
 
 from pallas_kernels.context_decode import context_decode
@@ -166,7 +166,9 @@ def main() -> None:
     plans = {text: dict(parse_part(part) for part in text.split(",") if part) for text in options.plan}
     has_peers = not options.no_peers
     rate = copy_rate()
+    idle = idle_microseconds(jnp.ones((8, 1, 32, 128), jnp.bfloat16))
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
+    print(f"# every call waits for the one before by an addition, which takes {idle:.1f} µs alone", flush=True)
 
     def planned(cases: Sequence[Any], work: Callable[[Any, dict[str, int]], Work]) -> list[tuple[str, Make]]:
         return [

@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", default=["last", "spread"], help="where the mesh has stages")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--exchange", default="xla")
+    parser.add_argument("--tree", help="of every draft (default: each one's own)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--peer", action="store_true", help="transformers on the same device and weights")
     parser.add_argument("--output", type=Path, help="the rows as JSON")
@@ -107,6 +109,8 @@ def measure(options: argparse.Namespace, mesh: str, draft: str, placement: str, 
         dtype=options.dtype,
         tail_placement=placement,
         attention=options.attention,
+        exchange=options.exchange,
+        tree=None if draft == "none" else options.tree,
         max_num_seqs=1,
         max_model_len=1024,
         report=lambda line: print(f"#   {line}", file=sys.stderr, flush=True),

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_CHAINED = 8  # calls in one iteration: few enough to compile, enough for the host to stay ahead of the device
+_CHAINED = 8  # calls in one iteration at least: few enough to compile, enough for the host to stay ahead of the device
 _SECONDS = 0.02  # of one measurement
 _TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
 
 # Output for queries, on set i of the inputs.
-type Attend = Callable[[jax.Array, Any, jax.Array], jax.Array]
+type Attend = Callable[[jax.Array, Any, int | jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +53,21 @@ class Chain:
     @staticmethod
     def compile(work: Work, attend: Attend, shapes: Any) -> "Chain":
         """As many calls as take a while."""
-        iterations = max(2, int(_SECONDS / work.seconds / _CHAINED))
+        rounds = -(-_CHAINED // work.sets)
+        is_whole = rounds * work.sets <= 2 * _CHAINED  # every iteration goes round all sets: no index is to be computed
+        calls = rounds * work.sets if is_whole else _CHAINED
+        iterations = max(2, int(_SECONDS / work.seconds / calls))
 
         def chain(x):
             def body(n, q):
-                for call in range(_CHAINED):
-                    output = attend(q, x, lax.rem(n * _CHAINED + call, work.sets))
-                    q = q + (0 * output).astype(q.dtype)  # each call waits for the one before
+                for call in range(calls):
+                    output = attend(q, x, call % work.sets if is_whole else lax.rem(n * calls + call, work.sets))
+                    q = after(q, output)
                 return q
 
             return lax.fori_loop(0, iterations, body, x.q)
 
-        return Chain(jax.jit(chain).lower(shapes).compile(), iterations * _CHAINED)
+        return Chain(jax.jit(chain).lower(shapes).compile(), iterations * calls)
 
     def microseconds(self, x: Any) -> float:
         """Of one call: the median of five runs after three that warm up (the first ones record graphs)."""
@@ -74,6 +77,24 @@ class Chain:
             self.program(x).block_until_ready()
             times.append(time.perf_counter() - started)
         return 1e6 * float(np.median(times[3:])) / self.calls
+
+
+def after(q: jax.Array, output: jax.Array) -> jax.Array:
+    """The same queries, known only when the output is."""
+    return q + (0 * output).astype(q.dtype)
+
+
+def idle_microseconds(q: jax.Array) -> float:
+    """Of a call that attends to nothing: what the chain itself adds to every one, where nothing is fused into it."""
+    calls, iterations = _CHAINED, 100
+
+    def body(_, q):
+        for _ in range(calls):
+            q = lax.optimization_barrier(after(q, q))
+        return q
+
+    program = jax.jit(lambda q: lax.fori_loop(0, iterations, body, q)).lower(q).compile()
+    return Chain(program, calls * iterations).microseconds(q)
 
 
 @dataclasses.dataclass(frozen=True)
