@@ -65,12 +65,12 @@ def main() -> None:
 
 def write(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
-    texts = {path.stem: paragraphs(path.read_text(encoding="utf-8")) for path in options.texts}
+    texts = {path.stem: paragraphs(read(path)) for path in options.texts}
     made = list(summaries(texts, options.summaries, rng))
     if options.questions:
         made += questions_with_documents(texts, options.questions, rng)
     if options.german:
-        lines = options.german.read_text(encoding="utf-8").splitlines()
+        lines = read(options.german).splitlines()
         made += [("translation", TRANSLATION.format(line)) for line in lines if line.strip()]
     kept_for_measuring = {
         run
@@ -88,6 +88,13 @@ def write(options: argparse.Namespace) -> None:
                 json.dumps({"id": f"passage-{index}", "split": split, "source": source, "prompt": prompt}) + "\n"
             )
     print(f"{len(clean)} prompts, {len(made) - len(clean)} left out:", dict(Counter(source for source, _ in clean)))
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): give a text file in UTF-8") from error
 
 
 def paragraphs(text: str) -> list[str]:
