@@ -59,8 +59,10 @@ class HeadConfig:
       intermediate_size: of its feed-forward; None takes the target's.
       rope_theta: of its attention; None takes the target's.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: as in `Eagle3Config`.
+      start_from: a trained head to go on from, as `--draft` takes it; it says all the rest.
     """
 
+    start_from: Path | None = None
     taps: tuple[int, ...] | None = field(default=None, metadata=at_least(0))
     num_layers: int = field(default=1, metadata=at_least(1))
     draft_vocab_size: int | None = field(default=None, metadata=at_least(1))
@@ -166,5 +168,7 @@ def check(config: TrainConfig, where: str) -> None:
             f"{where}: data.sequence_length={data.sequence_length} must be a multiple of {SEQUENCE_STEP}, the least "
             "number of rows that attention takes at once"
         )
+    if config.head.start_from and dataclasses.replace(config.head, start_from=None) != HeadConfig():
+        raise UserError(f"{where}: head.start_from={config.head.start_from} says what the head is: leave the rest out")
     if config.head.norm_before_fc and config.head.fc_norm:
         raise UserError(f"{where}: head.norm_before_fc and head.fc_norm normalise the same features: choose one")

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.staging import staged_directory
+from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import (
     DRAFT_TO_TARGET,
     FINAL_NORM,
@@ -25,6 +26,8 @@ from jaxspec.models import tensors
 from jaxspec.models.config import ModelConfig
 from jaxspec.speculate.taps import check_taps
 from jaxspec.train.config import HeadConfig
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 type ReadTensor = Callable[[str], np.ndarray]
 
@@ -75,6 +78,37 @@ def head_config(wanted: HeadConfig, target: ModelConfig) -> Eagle3Config:
         has_embedding=False,
         has_head=wanted.draft_vocab_size is not None,
     )
+
+
+def trained_head(path: Path, target: ModelConfig) -> tuple[Eagle3Config, dict[str, np.ndarray]]:
+    """A head to go on from, and its canonical tensors in float32.
+
+    Raises:
+      UserError: there is none, it is not of this target, or it has parts that are not trained.
+    """
+    drafter = Eagle3.open(path).fit(target)
+    found = drafter.config
+    wanted = HeadConfig(
+        taps=found.taps,
+        num_layers=found.layer.num_layers,
+        draft_vocab_size=found.draft_vocab_size if found.has_head else None,
+        intermediate_size=found.layer.intermediate_size,
+        rope_theta=found.layer.rope_theta,
+        **{flag: getattr(found, flag) for flag in _FLAGS},
+    )
+    config = head_config(wanted, target)
+    ours, theirs = (_settings(each) for each in (config, found))
+    if other := [f"{key}={theirs[key]}" for key in ours if theirs[key] != ours[key]]:
+        raise UserError(f"head.start_from={path}: it has {', '.join(other)}, which training does not give a head")
+    tensors = drafter.files.read(list(eagle3_tensor_shapes(config)))
+    return config, {name: x if x.dtype == np.int64 else x.astype(np.float32) for name, x in tensors.items()}
+
+
+def _settings(config: Eagle3Config) -> dict[str, Any]:
+    """All that decides what a head computes."""
+    flat = dataclasses.asdict(config)
+    layer = flat.pop("layer")
+    return flat | {key: value for key, value in layer.items() if key not in ("family", "max_positions")}
 
 
 def most_frequent(counts: Int[np.ndarray, "V"], size: int) -> Int[np.ndarray, "V_d"]:
@@ -158,8 +192,7 @@ def _published_config(config: Eagle3Config, target: ModelConfig) -> dict[str, An
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    published |= {flag: True for flag in flags if getattr(config, flag)}
+    published |= {flag: True for flag in _FLAGS if getattr(config, flag)}
     assert config.taps is not None
     if config.taps != usual_taps(target.num_layers):
         outputs = [tap - 1 for tap in config.taps]

@@ -31,7 +31,7 @@ from jaxspec.progress import progress_bar
 from jaxspec.train.answers import open_or_make
 from jaxspec.train.config import TrainConfig, check
 from jaxspec.train.dataset import HELDOUT, TRAIN, Dataset, heldout_batches, training_batches
-from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent
+from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent, trained_head
 from jaxspec.train.loss import Sums
 from jaxspec.train.report import Measurement, read_measurements, write_report
 from jaxspec.train.step import Trainer, TrainState, build_trainer, train_layout, train_mesh
@@ -81,7 +81,8 @@ def train(config: TrainConfig, say: Say) -> Path:
     check(config, "the configuration")
     checkpoint = open_model(config.target)
     target = read_config(checkpoint.config)
-    head = head_config(config.head, target)
+    start = config.head.start_from and trained_head(config.head.start_from, target)
+    head = start[0] if start else head_config(config.head, target)
     mesh = train_mesh(config.mesh)
     if config.data.sequence_length > target.max_positions:
         raise UserError(
@@ -95,12 +96,15 @@ def train(config: TrainConfig, say: Say) -> Path:
 
     dataset = _dataset(config, checkpoint, say)
     _tell_what_is_cut(dataset, config.data.sequence_length, say)
-    ids = _vocabulary(head, dataset, say)
+    if start:
+        canonical = start[1]
+    else:
+        ids = _vocabulary(head, dataset, say)
+        canonical = initial_tensors(head, target, lambda name: checkpoint.read([name])[name], ids, config.seed)
     dtype = DTYPES[choose_dtype(config.dtype, mesh.devices.flat[0])]
     layout = train_layout(target, config.mesh, dtype)
     with progress_bar("loading weights", layout.layer_slots + 1, is_shown=True) as advance:
         graph, weights = restore_decoder(checkpoint, layout, mesh, advance)
-    canonical = initial_tensors(head, target, lambda name: checkpoint.read([name])[name], ids, config.seed)
     trainer = build_trainer(head, config.training, layout, mesh, (graph, nnx.get_partition_spec(weights)), canonical)
     size = sum(array.size for array in jax.tree.leaves(trainer.initial))
     say(f"training {size / 1e6:.1f} M parameters in float32, computing in {dtype.name}")

@@ -70,6 +70,7 @@ def test_defaults_and_numbers_as_yaml_writes_them(read):
         (with_(head={"taps": 3}), "head.taps=3 must be a list"),
         (with_(head={"taps": [1, -2]}), r"head.taps\[1\]=-2 must be an integer, at least 0"),
         (with_(head={"fc_norm": True, "norm_before_fc": True}), "choose one"),
+        (with_(head={"start_from": "x", "num_layers": 2}), "head.start_from=x says what the head is"),
         (with_(data={"prompts": []}), "data names no prompts"),
         (with_(data={"temperatures": []}), "data.temperatures is empty"),
         (LEAST | {"head": [1]}, "head must be keys with values"),

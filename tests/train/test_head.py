@@ -19,7 +19,7 @@ from jaxspec.errors import UserError
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from jaxspec.train.config import HeadConfig
-from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent
+from jaxspec.train.head import export_head, head_config, initial_tensors, most_frequent, trained_head
 
 TARGET = load(PAIR_TARGET)[0]
 
@@ -75,8 +75,17 @@ def test_what_is_exported_is_read_back_as_it_was(tmp_path, wanted):
     assert opened.config == config
     rounded = {name: tensor if name == "d2t" else tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
     assert_same(opened.files.read(list(tensors)), rounded)
+    again, to_go_on_from = trained_head(tmp_path / "head", TARGET)
+    assert again == config
+    assert_same(to_go_on_from, {name: x.astype(tensors[name].dtype) for name, x in rounded.items()})
     with pytest.raises(UserError, match="exists"):
         export_head(tmp_path / "head", config, TARGET, tensors)
+
+
+@pytest.mark.parametrize(("case", "says"), [("plain", "it has has_embedding=True"), ("qwen3", "qk_norm=True")])
+def test_a_head_with_parts_that_are_not_trained_is_nothing_to_go_on_from(case, says):
+    with pytest.raises(UserError, match=says):
+        trained_head(FIXTURES / case, target_of(fitted(case)))
 
 
 def test_files_have_the_names_that_other_engines_know(tmp_path):

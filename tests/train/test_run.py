@@ -23,13 +23,14 @@ from jaxspec.drafts.registry import find_drafter
 from jaxspec.errors import UserError
 from jaxspec.models.registry import read_config
 from jaxspec.train import run
-from jaxspec.train.config import TrainConfig, TrainMesh, read_train_config
+from jaxspec.train.config import HeadConfig, TrainConfig, TrainMesh, read_train_config
 from jaxspec.train.dataset import Batch
 from jaxspec.train.loss import step_sums
 from jaxspec.train.step import train_layout, train_mesh
 from jaxspec.train.unroll import read_target, unroll
 
 STEPS = 100
+HEAD_FILES = ("config.json", "model.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +211,16 @@ def test_a_finished_run_stays_as_it_is_and_a_changed_one_is_refused(finished, ca
     (finished.directory / "full" / "file").touch()
     with pytest.raises(UserError, match="holds files but no config"):
         run.train(another(finished, "full"), lambda line: None)
+
+
+def test_training_goes_on_from_a_trained_head(finished):
+    training = dataclasses.replace(finished.config.training, steps=1, learning_rate=1e-12, warmup_steps=0)
+    before = finished.config.output / "head"
+    config = another(finished, "further", training=training, head=HeadConfig(start_from=before))
+    after = run.train(config, lambda line: None)
+    assert [(after / name).read_bytes() == (before / name).read_bytes() for name in HEAD_FILES] == [True, True]
+    found, wanted = (measurements(each.output)[-1]["accepted_length"] for each in (config, finished.config))
+    assert found == pytest.approx(wanted, abs=0.05)  # it is rounded to bfloat16
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_before_it_is_kept(finished):
