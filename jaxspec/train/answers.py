@@ -73,6 +73,7 @@ def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int, i
       UserError: a file is wrong, or the directory holds data of other settings.
     """
     made_from = describe(config, target)
+    others = _open_others(config, made_from)
     if not (config.path / MANIFEST).is_file():
         items = read_items(config, Tokenizer.load(target.path), read_config(target.config))
         with _alone_in(config.path):
@@ -82,13 +83,23 @@ def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int, i
                 finish_dataset(config.path, {split: len(of_split) for split, of_split in items.items()}, made_from)
     dataset = Dataset.open(config.path)
     refuse_changes(dataset.made_from, made_from, f"{config.path} holds data of other settings", _CHANGED)
+    return Dataset.of(dataset, *others)
+
+
+def _open_others(config: DataConfig, made_from: Mapping[str, Any]) -> list[Dataset]:
+    for path in config.also:
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"data.also: {path} holds no finished data: make it first, with `train-draft --data-only` and a "
+                "configuration whose data.path it is"
+            )
     others = [Dataset.open(path) for path in config.also]
     for other in others:
         for key in ("tokenizer", "target"):
             ours, theirs = made_from.get(key), other.made_from.get(key)
             if ours and theirs and ours != theirs:
                 raise UserError(f"data.also: {other.where} was made with another {key}: give data of the same target")
-    return Dataset.of(dataset, *others)
+    return others
 
 
 def describe(config: DataConfig, target: Checkpoint) -> dict[str, Any]:
