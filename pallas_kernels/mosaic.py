@@ -86,6 +86,20 @@ def dot_and_add_product(queries, keys, acc, weights, values, meanwhile: Callable
     return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, width), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
 
+def add_product_of_shared(acc, weights, values, meanwhile: Callable[[], Any], interpret):
+    """acc + weights @ values, all but `acc` in shared memory; and what `meanwhile` returns, which runs beside it."""
+
+    def run(result):
+        if not interpret:  # the interpreter has no store to an accumulator
+            result[...] = acc
+        plgpu.wgmma(result, weights, values)
+        other = meanwhile()
+        product = result[...]  # waits for it
+        return (acc + product if interpret else product), other
+
+    return pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
+
+
 def soften(scores: Float[Array, "64 keys"], top: Float[Array, "64"], total: Float[Array, "64"], to_log2: float):
     """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks.
 
@@ -99,22 +113,28 @@ def soften(scores: Float[Array, "64 keys"], top: Float[Array, "64"], total: Floa
 
 
 def operand(shape: Sequence[int], dtype) -> plgpu.SMEM:
-    """Shared memory with rows of a multiple of 64, as wgmma reads it."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    """Shared memory with rows of a multiple of 128 bytes, as wgmma reads it, and without bank conflicts."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def clear_after(count, values, cleared, me) -> None:
-    """Zeros instead of the rows from `count` on, which the first warpgroup writes and all wait for.
+def clear_rows(count, values) -> None:
+    """Zeros instead of the rows from `count` on, to be committed.
 
     A weight of 0 would let a NaN through that an earlier owner of a page left.
     """
+    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=MATRIX)
+    loaded = plgpu.load(values, layout=MATRIX)
+    values[...] = jnp.where(row < count, loaded, jnp.zeros_like(loaded))
+
+
+def clear_after(count, values, cleared, me) -> None:
+    """`clear_rows`, which the first warpgroup does and all wait for."""
 
     @pl.when(me == 0)
     def _():
-        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=MATRIX)
-        loaded = plgpu.load(values, layout=MATRIX)
-        values[...] = jnp.where(row < count, loaded, jnp.zeros_like(loaded))
+        clear_rows(count, values)
         plgpu.commit_smem()
         plgpu.barrier_arrive(cleared)
 
@@ -143,14 +163,14 @@ def share_roles(
         multiply()
 
 
-def load_words(words: Sequence[Any]) -> list[Int[Array, "64"]]:
-    """Of the rows' ancestor bits in memory."""
-    return [plgpu.load(word, layout=ROW, optimized=False) for word in words]
+def load_words(words: Sequence[Any], axis: int = 0) -> list[Int[Array, "queries"]]:
+    """Of the ancestor bits in memory, of queries along an axis of the scores."""
+    return [plgpu.load(word, layout=MATRIX.reduce(1 - axis), optimized=False) for word in words]
 
 
-def sees(words: Sequence[Int[Array, "64"]], node: Int[Array, "64 64"]) -> Bool[Array, "64 64"]:
-    """Whether each row sees each node; `words` are the two words of the rows' ancestor bits."""
-    low, high = (over(word, WGMMA_ROWS) for word in words)
+def sees(words: Sequence[Int[Array, "queries"]], node: Int[Array, "_ _"], axis: int = 0) -> Bool[Array, "_ _"]:
+    """Whether each query, along an axis, sees each node; `words` are the two words of the queries' ancestor bits."""
+    low, high = (lax.broadcast_in_dim(word, node.shape, [axis]) for word in words)
     return jnp.right_shift(jnp.where(node < 32, low, high), node & 31) & 1 == 1
 
 

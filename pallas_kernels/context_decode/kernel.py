@@ -10,7 +10,7 @@ itself, a warpgroup of its own fetches.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,40 +22,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
+from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.lse_merge import merge
-
-
-class _Tiles(NamedTuple):
-    """The tiles of 64 keys that a block goes through: those of its sequence's prefix, then that of the tree.
-
-    Attributes:
-      first_page: of the layer.
-      length: tokens of the prefix.
-      start, end: of the block.
-      slots: in shared memory.
-    """
-
-    first_page: Int[Array, ""]
-    length: Int[Array, ""]
-    start: Int[Array, ""]
-    end: Int[Array, ""]
-    slots: int
-
-    @property
-    def full(self):
-        """Tiles of the prefix that are whole."""
-        return lax.div(self.length, TILE)
-
-    @property
-    def prefix(self):
-        return pl.cdiv(self.length, TILE)
-
-    def slot_of(self, tile):
-        return lax.rem(tile - self.start, self.slots)
-
-    def present(self, tile):
-        """How many keys a tile has; in that of the tree, zeros follow the nodes."""
-        return jnp.where(tile < self.prefix, jnp.minimum(self.length - tile * TILE, TILE), TILE)
 
 
 def context_decode(
@@ -198,12 +166,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
         def row_tile_of(warpgroup):
             return lax.axis_index("rows") * warpgroups + warpgroup
 
-        def find_tiles() -> _Tiles:
+        def find_tiles() -> Tiles:
             """By each warpgroup for itself: what outlives a change of registers is spilled."""
-            length = lengths_ref[sequence]
-            count = pl.cdiv(length, TILE) + bool(tree)
-            start, end = (lax.div(i * count, splits) for i in (split, split + 1))
-            return _Tiles(first_ref[0], length, start, end, stages)
+            return Tiles.of(first_ref[0], lengths_ref[sequence], bool(tree), split, splits, stages)
 
         def pages_of(tile):
             """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
@@ -215,7 +180,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             source = q_ref.at[sequence, head, row_tile_of(warpgroup), some]
             plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, some], q_in.at[warpgroup])
 
-        def bring(tiles: _Tiles, tile, where, kind):
+        def bring(tiles: Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
             into, arrived, _ = kinds[kind]
             slot = tiles.slot_of(tile)
@@ -236,7 +201,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                     first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
                     copy(tree_ref.at[kind, sequence, pl.ds(first + j * part, part), head] for j in range(parts))
 
-        def bring_all(tiles: _Tiles):
+        def bring_all(tiles: Tiles):
             for warpgroup in range(warpgroups):
                 bring_queries(warpgroup)
 
@@ -253,7 +218,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
 
             lax.fori_loop(tiles.start, tiles.end, bring_tile, pages_of(tiles.start))
 
-        def bring_first(tiles: _Tiles):
+        def bring_first(tiles: Tiles):
             bring_queries(me)
 
             @pl.when(me == 0)
@@ -266,7 +231,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                         bring(tiles, tile, where, 0)
                         bring(tiles, tile, where, 1)
 
-        def release(tiles: _Tiles, tile, where, kind):
+        def release(tiles: Tiles, tile, where, kind):
             """Nothing more is read of the slot, into which what follows may come. Told only where a tile does."""
 
             @pl.when(tile + stages < tiles.end)
@@ -280,7 +245,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                         plgpu.barrier_wait(free)
                         bring(tiles, tile + stages, where, kind)
 
-        def attend(tiles: _Tiles):
+        def attend(tiles: Tiles):
             """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
             # Long before they are needed: they come from memory.
             words: list[Array] = []
