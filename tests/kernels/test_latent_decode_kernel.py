@@ -97,12 +97,22 @@ class Case:
 CASES = {
     # Up to six tiles, and room for two: slots are used again.
     "tree_of_4": Case(4, 3, 16, BOUNDARIES, splits=1),
-    "tree_of_4_in_splits": Case(4, 3, 16, (0, 1, 17, 129, 192), splits=3),
+    "tree_of_4_in_splits": Case(4, 3, 16, (0, 17, 192), splits=3),
     "prefix_only": Case(3, 2, 32, (0, 1, 64, 95, 160), splits=2, has_tree=False),
     "one_token": Case(1, 16, 64, (0, 200), splits=1),
     "smallest_pages": Case(2, 4, 8, (9, 70), splits=1, dtype="float16"),
     "two_words_of_bits": Case(64, 1, 128, (0, 70), splits=1, pages_per_sequence=3),
-    "several_row_blocks": Case(5, 16, 64, (65, 190), splits=2),
+    "several_row_blocks": Case(5, 16, 64, (65, 130), splits=2),
+    # More rows than the flipped loop takes.
+    "many_rows": Case(4, 6, 16, (0, 64, 319), splits=1),
+    "many_rows_in_splits": Case(4, 6, 16, (0, 1, 17, 129, 192), splits=3),
+    "many_rows_prefix_only": Case(3, 8, 32, (0, 1, 64, 95, 160), splits=2, has_tree=False),
+    "many_rows_smallest_pages": Case(2, 12, 8, (9, 70), splits=1, dtype="float16"),
+    "many_rows_one_token": Case(1, 24, 64, (0, 200), splits=1),
+}
+SLOW = {
+    "smallest_pages",
+    *(f"many_rows_{name}" for name in ("in_splits", "prefix_only", "smallest_pages", "one_token")),
 }
 
 
@@ -111,7 +121,7 @@ def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return case.run(case.draw(poison=np.nan))
 
 
-@pytest.mark.parametrize("case", cases_of(CASES, slow={"smallest_pages"}))
+@pytest.mark.parametrize("case", cases_of(CASES, slow=SLOW))
 def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(case, capfd):
     output, lse = poisoned_run(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
@@ -212,14 +222,17 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(c
 
 @pytest.mark.parametrize(
     ("batch", "rows", "context", "splits"),
-    [(8, 16, 8192, 16), (8, 128, 8192, 8), (1, 16, 1024, 16), (1, 16, 8192, 64), (128, 16, 8192, 1)],
+    [(8, 16, 8192, 16), (8, 128, 8192, 8), (1, 16, 1024, 16), (1, 16, 131072, 132), (128, 16, 8192, 1)],
 )
 def test_splits_fill_the_multiprocessors_in_as_few_waves_as_they_can(batch, rows, context, splits):
     assert Plan.of(batch, rows, tiles=context // 64).splits == splits
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("tokens", "heads", "page_size"), [(1, 16, 64), (1, 128, 64), (8, 16, 16), (64, 128, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "page_size"),
+    [(1, 8, 16), (1, 16, 64), (4, 4, 8), (1, 128, 64), (8, 16, 16), (64, 128, 8)],
+)
 def test_compiles_for_an_h200_without_spills_and_reads_the_cache_in_place(tokens, heads, page_size, monkeypatch, capfd):
     batch, context = 8, 8192
     width = context // page_size
