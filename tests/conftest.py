@@ -36,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs with --full only")
+    if not config.getoption("--full"):
+        # XLA's older emitters compile the same HLO in half the time. `--full`, and the processes of their own that
+        # test_cli.py starts, compile as users do. XLA reads this when it makes its devices, which is later.
+        os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
