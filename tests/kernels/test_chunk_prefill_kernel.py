@@ -73,16 +73,22 @@ class Case:
         output, lse = _kernel(self)(x)
         return np.asarray(output), np.asarray(lse)
 
-    @jax.default_matmul_precision("highest")
     def reference(self, x: dict[str, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
-        q, k, v, pages = (x[name].astype(jnp.float32) for name in ("q", "k", "v", "pages"))
-        parts = [causal_attention(q, k, v, scale=self.scale)] if self.has_chunk else []
-        if self.lengths:
-            prefix = (pages, LAYER, x["page_row"][None], x["length"][None])
-            output, lse = context_decode(q[None], *prefix, scale=self.scale)
-            parts.append((output[0], lse[0]))
-        output, lse = merge(*(jnp.stack(each) for each in zip(*parts, strict=True)))
+        output, lse = _reference(dataclasses.replace(self, plan=()), x)
         return np.asarray(output), np.asarray(lse)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@jax.default_matmul_precision("highest")
+def _reference(case: Case, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Compiled whole: one by one its operations would take longer to compile."""
+    q, k, v, pages = (x[name].astype(jnp.float32) for name in ("q", "k", "v", "pages"))
+    parts = [causal_attention(q, k, v, scale=case.scale)] if case.has_chunk else []
+    if case.lengths:
+        prefix = (pages, LAYER, x["page_row"][None], x["length"][None])
+        output, lse = context_decode(q[None], *prefix, scale=case.scale)
+        parts.append((output[0], lse[0]))
+    return merge(*(jnp.stack(each) for each in zip(*parts, strict=True)))
 
 
 @functools.cache

@@ -97,14 +97,20 @@ class Case:
             output, lse = context_decode(*prefix, **options)
         return np.asarray(output), np.asarray(lse)
 
-    @jax.default_matmul_precision("highest")
     def reference(self, x: dict[str, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
-        x = x | {name: x[name].astype(jnp.float32) for name in ("q", "pages", "tree_k", "tree_v")}
-        parts = [decode_reference(x["q"], x["pages"], LAYER, x["page_table"], x["lengths"], scale=self.scale)]
-        if self.has_tree:
-            parts.append(tree_attention(x["q"], x["tree_k"], x["tree_v"], x["ancestors"], scale=self.scale))
-        output, lse = merge(*(jnp.stack(each) for each in zip(*parts, strict=True)))
+        output, lse = _reference(dataclasses.replace(self, plan=()), x)
         return np.asarray(output), np.asarray(lse)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@jax.default_matmul_precision("highest")
+def _reference(case: Case, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Compiled whole: one by one its operations would take longer to compile."""
+    x = x | {name: x[name].astype(jnp.float32) for name in ("q", "pages", "tree_k", "tree_v")}
+    parts = [decode_reference(x["q"], x["pages"], LAYER, x["page_table"], x["lengths"], scale=case.scale)]
+    if case.has_tree:
+        parts.append(tree_attention(x["q"], x["tree_k"], x["tree_v"], x["ancestors"], scale=case.scale))
+    return merge(*(jnp.stack(each) for each in zip(*parts, strict=True)))
 
 
 CLUSTER_OF_2 = (("splits", 2), ("is_cluster", True))
