@@ -30,7 +30,9 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="slow tests too, and the full product of meshes, drafts, trees, placements"
+        "--full",
+        action="store_true",
+        help="slow tests too, the full product of meshes, drafts, trees, placements, and XLA's emitters of users",
     )
 
 
