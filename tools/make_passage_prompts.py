@@ -5,11 +5,13 @@ and of answers from documents where all prompts are short.
       --questions prompts.jsonl --german german.txt --avoid spec_bench/question.jsonl --output passages.jsonl
 
 Summaries are of stretches of the texts; each short question is asked of the paragraphs that share most of its words;
-each line of German is to be translated. A prompt that shares a run of twelve words with a question of the files to
-avoid is left out, so that what a draft is measured by is not what it has learned.
+each line of German is to be translated. The last part of every text is for held-out prompts only, and the split of a
+question is that of its file. A prompt is left out that shares a run of twelve words with a question of the files to
+avoid, or whose own question ends one of these: what a draft is measured by is not what it has learned.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -19,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jaxspec.checkpoint.json_file import read_json_lines
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.errors import UserError
 from jaxspec.evaluate.questions import read_questions
 
@@ -40,7 +42,26 @@ TRANSLATION = "Translate German to English: {}"
 # Characters of a passage: about 180 to 1,700 tokens. A paragraph to answer from has 300 at least.
 SHORTEST, LONGEST, PARAGRAPH = 700, 6500, 300
 RUN = 12
-HELDOUT_EVERY = 50
+SHORTEST_QUESTION = 4  # words; fewer end too many sentences by chance
+SPLITS = {"train": 0.98, "heldout": 0.02}
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Attributes:
+    question: what a prompt asks, where that is not all of it.
+    """
+
+    split: str
+    source: str
+    prompt: str
+    question: str = ""
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} must be a number, at least 0")
+    return int(text)
 
 
 def main() -> None:
@@ -48,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--texts", nargs="+", type=Path, required=True, help="plain texts, paragraphs between blank lines"
     )
-    parser.add_argument("--summaries", type=int, default=1000, help="how many (default: %(default)s)")
+    parser.add_argument("--summaries", type=natural, default=1000, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--questions", type=Path, help="JSONL of prompts; those of one short question are asked")
     parser.add_argument("--german", type=Path, help="sentences, one a line")
     parser.add_argument(
@@ -59,35 +80,60 @@ def main() -> None:
     options = parser.parse_args()
     try:
         write(options)
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(f"make_passage_prompts: {error}")
 
 
 def write(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
-    texts = {path.stem: paragraphs(read(path)) for path in options.texts}
-    made = list(summaries(texts, options.summaries, rng))
-    if options.questions:
-        made += questions_with_documents(texts, options.questions, rng)
-    if options.german:
-        lines = read(options.german).splitlines()
-        made += [("translation", TRANSLATION.format(line)) for line in lines if line.strip()]
-    kept_for_measuring = {
-        run
-        for path in options.avoid
-        for question in read_questions(path)
-        for turn in question.turns
-        for run in runs(turn)
-    }
-    clean = [(source, prompt) for source, prompt in made if kept_for_measuring.isdisjoint(runs(prompt))]
+    whole = {str(path): paragraphs(read(path)) for path in options.texts}
+    measured = [turn for path in options.avoid for question in read_questions(path) for turn in question.turns]
+    made = [made for split in SPLITS for made in make(options, parts_for(split, whole), split, rng)]
+    clean = without(measured, made)
+    if not clean:
+        raise UserError("no prompt is left: give longer texts, or more of them")
     rng.shuffle(clean)
-    with options.output.open("w", encoding="utf-8") as file:
-        for index, (source, prompt) in enumerate(clean):
-            split = "train" if index % HELDOUT_EVERY else "heldout"
-            file.write(
-                json.dumps({"id": f"passage-{index}", "split": split, "source": source, "prompt": prompt}) + "\n"
-            )
-    print(f"{len(clean)} prompts, {len(made) - len(clean)} left out:", dict(Counter(source for source, _ in clean)))
+    with whole_file(options.output) as partial:
+        partial.write_text(
+            "".join(json.dumps({"id": f"passage-{i}", **row(each)}) + "\n" for i, each in enumerate(clean))
+        )
+    found = Counter((each.split, each.source) for each in clean)
+    print(f"{len(clean)} prompts, {len(made) - len(clean)} left out")
+    print(*(f"{split} {source}: {count}" for (split, source), count in sorted(found.items())), sep="\n")
+
+
+def row(made: Made) -> dict[str, str]:
+    return {"split": made.split, "source": made.source, "prompt": made.prompt}
+
+
+def make(options: argparse.Namespace, texts: dict[str, list[str]], split: str, rng: random.Random) -> Iterator[Made]:
+    yield from summaries(texts, round(options.summaries * SPLITS[split]), split, rng)
+    if options.questions:
+        yield from questions_with_documents(texts, options.questions, split, rng)
+    if options.german:
+        lines = [line for line in read(options.german).splitlines() if line.strip()]
+        first = round(len(lines) * SPLITS["train"])
+        for line in lines[:first] if split == "train" else lines[first:]:
+            yield Made(split, "translation", TRANSLATION.format(line))
+
+
+def parts_for(split: str, texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The paragraphs of a split: those that are held out end each text."""
+    firsts = {name: round(len(parts) * SPLITS["train"]) for name, parts in texts.items()}
+    return {name: parts[: firsts[name]] if split == "train" else parts[firsts[name] :] for name, parts in texts.items()}
+
+
+def without(measured: list[str], made: Iterable[Made]) -> list[Made]:
+    """Leaves out what shares a long run of words, or its own short question, with one that is kept for measuring."""
+    measured_runs = {run for turn in measured for run in runs(turn)}
+    ends = {tuple(words(turn)[-count:]) for turn in measured for count in range(SHORTEST_QUESTION, RUN)}
+
+    def is_clean(each: Made) -> bool:
+        question = tuple(words(each.question))
+        is_asked = SHORTEST_QUESTION <= len(question) < RUN and question in ends
+        return not is_asked and measured_runs.isdisjoint(runs(each.prompt))
+
+    return [each for each in made if is_clean(each)]
 
 
 def read(path: Path) -> str:
@@ -110,28 +156,31 @@ def untokenised(text: str) -> str:
     return text.replace("\n", "\n\n")
 
 
-def summaries(texts: dict[str, list[str]], count: int, rng: random.Random) -> Iterator[tuple[str, str]]:
+def summaries(texts: dict[str, list[str]], count: int, split: str, rng: random.Random) -> Iterator[Made]:
     """Stretches of whole paragraphs, of lengths even on a logarithmic scale; texts by the roots of their sizes."""
-    sizes = [math.sqrt(sum(map(len, parts))) for parts in texts.values()]
-    for _ in range(count):
-        (name,) = rng.choices(list(texts), sizes)
-        length = math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))
-        start = rng.randrange(len(texts[name]))
-        passage = " ".join(_until(texts[name][start:], length))[:LONGEST]
-        if len(passage) >= SHORTEST:
-            yield name, rng.choice(SUMMARIES).format(passage)
+    long = {name: parts for name, parts in texts.items() if sum(map(len, parts)) >= 2 * SHORTEST}
+    sizes = [math.sqrt(sum(map(len, parts))) for parts in long.values()]
+    for _ in range(count if long else 0):
+        passage = ""
+        while len(passage) < SHORTEST:  # too near the end of a text
+            (name,) = rng.choices(list(long), sizes)
+            length = math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))
+            start = rng.randrange(len(long[name]))
+            passage = " ".join(_until(long[name][start:], length))[:LONGEST]
+        yield Made(split, Path(name).stem, rng.choice(SUMMARIES).format(passage))
 
 
-def questions_with_documents(texts: dict[str, list[str]], path: Path, rng: random.Random) -> Iterator[tuple[str, str]]:
+def questions_with_documents(texts: dict[str, list[str]], path: Path, split: str, rng: random.Random) -> Iterator[Made]:
     """Short questions, each below the paragraphs that say most of its rare words."""
     documents = [part for parts in texts.values() for part in parts if PARAGRAPH <= len(part) <= LONGEST]
     where = defaultdict(list)
     for index, document in enumerate(documents):
         for word in set(words(document)):
             where[word].append(index)
-    for _, row in read_json_lines(path):
-        question = row.get("prompt", "")
-        if not (question.endswith("?") and "\n" not in question and len(question) < 120):
+    for asked in read_questions(path):
+        question = asked.turns[0]
+        of_split = "heldout" if asked.split == "heldout" else "train"
+        if of_split != split or not (question.endswith("?") and "\n" not in question and len(question) < 120):
             continue
         score: dict[int, float] = defaultdict(float)
         for word in set(words(question)):
@@ -139,7 +188,10 @@ def questions_with_documents(texts: dict[str, list[str]], path: Path, rng: rando
                 score[index] += math.log(len(documents) / len(where[word]))
         found = [documents[index] for index in sorted(score, key=score.__getitem__, reverse=True)[:12]]
         said = "\n".join(_until(found, rng.uniform(1200, 3400)))[:LONGEST]
-        yield "documents", rng.choice(WITH_DOCUMENTS).format(documents=said, question=question)
+        if said:
+            yield Made(
+                split, "documents", rng.choice(WITH_DOCUMENTS).format(documents=said, question=question), question
+            )
 
 
 def runs(text: str) -> set[tuple[str, ...]]:

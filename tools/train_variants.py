@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.config import build
 from jaxspec.errors import UserError
-from jaxspec.train.config import TrainConfig
+from jaxspec.train.config import TrainConfig, check, read_train_config
 from jaxspec.train.run import HEAD_DIRECTORY, train
 
 
@@ -33,9 +33,17 @@ def vary(raw: dict[str, Any], name: str, changes: dict[str, Any]) -> TrainConfig
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    name, _, changes = text.partition(":")
-    pairs = (change.split("=", 1) for change in changes.split(";") if change)
-    return name, {key: yaml.safe_load(value) for key, value in pairs}
+    name, _, listed = text.partition(":")
+    changes = {}
+    for change in filter(None, listed.split(";")):
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{key} has no value: write {key}=VALUE")
+        try:
+            changes[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise argparse.ArgumentTypeError(f"{change}: {error}") from error
+    return name, changes
 
 
 def main() -> None:
@@ -50,14 +58,19 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
+    read_train_config(options.config)  # which says what is wrong with the file
     raw = yaml.safe_load(options.config.read_text())
+    names = [name for name, _ in options.variants]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two variants are named {twice[0]}: give each a name of its own")
     configs = {name: vary(raw, name, changes) for name, changes in options.variants}
+    for name, config in configs.items():
+        check(config, f"variant {name}")
     print("| variant | M parameters | steps | M tokens | right in step 1, 2, … | tokens a round | s |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name, config in configs.items():
         started = time.perf_counter()
-        if not (config.output / HEAD_DIRECTORY).exists():
-            train(config, lambda line: print(f"jaxspec: {line}", file=sys.stderr))
+        train(config, lambda line, name=name: print(f"jaxspec: {name}: {line}", file=sys.stderr))
         tensors = load_file(config.output / HEAD_DIRECTORY / "model.safetensors")
         size = sum(array.size for name, array in tensors.items() if name not in ("d2t", "t2d"))
         lines = (config.output / "metrics.jsonl").read_text().splitlines()

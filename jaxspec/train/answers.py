@@ -87,6 +87,11 @@ def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int, i
 
 
 def _open_others(config: DataConfig, made_from: Mapping[str, Any]) -> list[Dataset]:
+    directories = [path.resolve() for path in (config.path, *config.also)]
+    if twice := [str(path) for path in directories if directories.count(path) > 1]:
+        raise UserError(
+            f"data.also: {twice[0]} would be learned from twice: name each directory once, without data.path"
+        )
     for path in config.also:
         if not (path / MANIFEST).is_file():
             raise UserError(

@@ -147,7 +147,7 @@ def check(config: TrainConfig, where: str) -> None:
     if not (data.prompts or data.made_up or data.conversations or data.texts):
         raise UserError(
             f"{where}: data names no prompts, conversations or texts: give files of at least one kind, or a number for "
-            "data.made_up"
+            "data.made_up; finished data can be data.path, with the settings it was made with"
         )
     if data.prompts and not data.temperatures:
         raise UserError(

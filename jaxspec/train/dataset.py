@@ -7,6 +7,7 @@ statistics.safetensors     how often each token is in the answers, and how long 
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,14 @@ class Dataset:
     @property
     def where(self) -> str:
         return ", ".join(map(str, self.directories))
+
+    def digest(self) -> str:
+        """Of what the files were made from, and of all tokens as far as they can be told by their statistics."""
+        digest = hashlib.blake2b(digest_size=16)
+        for directory in self.directories:
+            for name in (MANIFEST, _STATISTICS):
+                digest.update((directory / name).read_bytes())
+        return digest.hexdigest()
 
     def source(self, split: str) -> "RecordSource":
         return RecordSource([path for each in self.directories for path in sorted(each.glob(f"{split}-*{_SUFFIX}"))])

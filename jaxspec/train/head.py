@@ -21,6 +21,7 @@ from jaxspec.drafts.eagle3_config import (
     eagle3_tensor_shapes,
     usual_taps,
 )
+from jaxspec.drafts.registry import HEADS
 from jaxspec.errors import UserError
 from jaxspec.models import tensors
 from jaxspec.models.config import ModelConfig
@@ -86,7 +87,10 @@ def trained_head(path: Path, target: ModelConfig) -> tuple[Eagle3Config, dict[st
     Raises:
       UserError: there is none, it is not of this target, or it has parts that are not trained.
     """
-    drafter = Eagle3.open(path).fit(target)
+    try:
+        drafter = Eagle3.open(HEADS.get(str(path), path)).fit(target)
+    except UserError as error:
+        raise UserError(f"head.start_from={path}: {error}") from error
     found = drafter.config
     wanted = HeadConfig(
         taps=found.taps,
@@ -100,12 +104,12 @@ def trained_head(path: Path, target: ModelConfig) -> tuple[Eagle3Config, dict[st
     ours, theirs = (_settings(each) for each in (config, found))
     if other := [f"{key}={theirs[key]}" for key in ours if theirs[key] != ours[key]]:
         raise UserError(f"head.start_from={path}: it has {', '.join(other)}, which training does not give a head")
-    tensors = drafter.files.read(list(eagle3_tensor_shapes(config)))
-    return config, {name: x if x.dtype == np.int64 else x.astype(np.float32) for name, x in tensors.items()}
+    stored = drafter.files.read(list(eagle3_tensor_shapes(config)))
+    return config, {name: x if x.dtype == np.int64 else x.astype(np.float32) for name, x in stored.items()}
 
 
 def _settings(config: Eagle3Config) -> dict[str, Any]:
-    """All that decides what a head computes."""
+    """All that decides what a head computes: neither the name of its block nor the length it was trained at."""
     flat = dataclasses.asdict(config)
     layer = flat.pop("layer")
     return flat | {key: value for key, value in layer.items() if key not in ("family", "max_positions")}

@@ -2,9 +2,10 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.drafts.eagle3_head import unpack_head
 from jaxspec.errors import UserError
 from jaxspec.llm import LLM
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import read_config
 from jaxspec.precision import DTYPES, choose_dtype
 from jaxspec.progress import progress_bar
@@ -37,7 +39,7 @@ from jaxspec.train.report import Measurement, read_measurements, write_report
 from jaxspec.train.step import Trainer, TrainState, build_trainer, train_layout, train_mesh
 
 HEAD_DIRECTORY = "head"
-_CONFIG, _CHECKPOINTS, _METRICS = "config.json", "checkpoints", "metrics.jsonl"
+_CONFIG, _INPUTS, _CHECKPOINTS, _METRICS = "config.json", "inputs.json", "checkpoints", "metrics.jsonl"
 _KEPT_CHECKPOINTS = 2
 _LOG_EVERY = 10
 # What does not decide the parameters at the end, but for rounding.
@@ -60,10 +62,11 @@ def make_data(config: TrainConfig, say: Say) -> None:
     Raises:
       UserError: the configuration does not fit the target or the data.
     """
-    check(config, "the configuration")
-    dataset = _dataset(config, open_model(config.target), say)
-    records = sum(len(dataset.source(split)) for split in (TRAIN, HELDOUT))
-    say(f"{records:,} records are in {dataset.where}")
+    checkpoint, target = _open_target(config)
+    _begin(config, target)
+    _dataset(config, checkpoint, say)
+    made = Dataset.open(config.data.path)
+    say(f"{sum(len(made.source(split)) for split in (TRAIN, HELDOUT)):,} records are in {made.where}")
 
 
 def train(config: TrainConfig, say: Say) -> Path:
@@ -79,26 +82,18 @@ def train(config: TrainConfig, say: Say) -> Path:
       UserError: the configuration does not fit the target, the data or what `config.output` holds.
     """
     check(config, "the configuration")
-    checkpoint = open_model(config.target)
-    target = read_config(checkpoint.config)
-    start = config.head.start_from and trained_head(config.head.start_from, target)
-    head = start[0] if start else head_config(config.head, target)
-    mesh = train_mesh(config.mesh)
-    if config.data.sequence_length > target.max_positions:
-        raise UserError(
-            f"data.sequence_length={config.data.sequence_length} must be at most the target's {target.max_positions}"
-        )
-    exported = config.output / HEAD_DIRECTORY
     _check_output(config)
+    exported = config.output / HEAD_DIRECTORY
     if exported.exists():
         say(f"this run is finished: the head is in {exported}")
         return exported
 
+    checkpoint, target = _open_target(config)
+    mesh = train_mesh(config.mesh)
+    head, canonical = _begin(config, target)
     dataset = _dataset(config, checkpoint, say)
     _tell_what_is_cut(dataset, config.data.sequence_length, say)
-    if start:
-        canonical = start[1]
-    else:
+    if canonical is None:
         ids = _vocabulary(head, dataset, say)
         canonical = initial_tensors(head, target, lambda name: checkpoint.read([name])[name], ids, config.seed)
     dtype = DTYPES[choose_dtype(config.dtype, mesh.devices.flat[0])]
@@ -109,7 +104,7 @@ def train(config: TrainConfig, say: Say) -> Path:
     size = sum(array.size for array in jax.tree.leaves(trainer.initial))
     say(f"training {size / 1e6:.1f} M parameters in float32, computing in {dtype.name}")
     try:
-        _begin_output(config)
+        _begin_output(config, {"data": dataset.digest(), "initial head": _digest(canonical)})
         state = _run(config, trainer, weights, dataset, say)
         export_head(exported, head, target, unpack_head(head, layout, trainer.arrays(state)))
     except OSError as error:
@@ -133,6 +128,24 @@ def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
     dataset = open_or_make(config.data, checkpoint, start, say)
     gc.collect()  # the model that answered: it and its engine refer to each other
     return dataset
+
+
+def _open_target(config: TrainConfig) -> tuple[Checkpoint, ModelConfig]:
+    check(config, "the configuration")
+    checkpoint = open_model(config.target)
+    target = read_config(checkpoint.config)
+    if config.data.sequence_length > target.max_positions:
+        raise UserError(
+            f"data.sequence_length={config.data.sequence_length} must be at most the target's {target.max_positions}"
+        )
+    return checkpoint, target
+
+
+def _begin(config: TrainConfig, target: ModelConfig) -> tuple[Eagle3Config, dict[str, np.ndarray] | None]:
+    """What is trained, and its tensors where another run has made them."""
+    if config.head.start_from is None:
+        return head_config(config.head, target), None
+    return trained_head(config.head.start_from, target)
 
 
 def _tell_what_is_cut(dataset: Dataset, length: int, say: Say) -> None:
@@ -234,10 +247,29 @@ def _check_output(config: TrainConfig) -> None:
         raise UserError(f"output {output} holds files but no {_CONFIG}: give another one, or an empty directory")
 
 
-def _begin_output(config: TrainConfig) -> None:
+def _begin_output(config: TrainConfig, inputs: Mapping[str, str]) -> None:
+    """Writes what a run is made of, or requires that it has not changed since.
+
+    Args:
+      inputs: digests of what the configuration only names.
+    """
+    begun = config.output / _INPUTS
+    if begun.is_file():
+        stored = read_json(begun, "remove the directory, or give another output")
+        where = f"{config.output} holds a run that began with another input"
+        refuse_changes(stored, inputs, where, "give another output, or remove the directory")
     config.output.mkdir(parents=True, exist_ok=True)
-    with whole_file(config.output / _CONFIG) as partial:
-        partial.write_text(json.dumps(_as_json(config), indent=1) + "\n")
+    for name, content in ((_CONFIG, _as_json(config)), (_INPUTS, inputs)):
+        with whole_file(config.output / name) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return digest.hexdigest()
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
 from test_cli import fails
 from tiny import make_target, write_prompts
 
@@ -24,7 +25,7 @@ from jaxspec.errors import UserError
 from jaxspec.models.registry import read_config
 from jaxspec.train import run
 from jaxspec.train.config import HeadConfig, TrainConfig, TrainMesh, read_train_config
-from jaxspec.train.dataset import Batch
+from jaxspec.train.dataset import Batch, Dataset
 from jaxspec.train.loss import step_sums
 from jaxspec.train.step import train_layout, train_mesh
 from jaxspec.train.unroll import read_target, unroll
@@ -144,6 +145,7 @@ def test_a_run_leaves_its_curves_its_report_and_says_what_it_does(finished):
         "checkpoints",
         "curves.png",
         "head",
+        "inputs.json",
         "metrics.jsonl",
         "report.md",
     }
@@ -171,6 +173,9 @@ def test_a_killed_run_goes_on_to_the_same_head_bit_for_bit(finished, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run.train(config, said.append)
     assert not (config.output / "head").exists()
+    with monkeypatch.context() as changed, pytest.raises(UserError, match="began with another input: data was"):
+        changed.setattr(Dataset, "digest", lambda self: "of another dataset")
+        run.train(config, said.append)
     run.train(config, said.append)
     assert f"going on after step 50 of {STEPS}" in said
     one, other = (path / "head" / "model.safetensors" for path in (finished.config.output, config.output))
@@ -214,13 +219,39 @@ def test_a_finished_run_stays_as_it_is_and_a_changed_one_is_refused(finished, ca
 
 
 def test_training_goes_on_from_a_trained_head(finished):
+    before = Path(shutil.copytree(finished.config.output / "head", finished.directory / "before"))
     training = dataclasses.replace(finished.config.training, steps=1, learning_rate=1e-12, warmup_steps=0)
-    before = finished.config.output / "head"
     config = another(finished, "further", training=training, head=HeadConfig(start_from=before))
     after = run.train(config, lambda line: None)
     assert [(after / name).read_bytes() == (before / name).read_bytes() for name in HEAD_FILES] == [True, True]
     found, wanted = (measurements(each.output)[-1]["accepted_length"] for each in (config, finished.config))
     assert found == pytest.approx(wanted, abs=0.05)  # it is rounded to bfloat16
+    shutil.rmtree(after)
+    tensors = load_file(before / "model.safetensors")
+    save_file(tensors | {"norm.weight": 2 * tensors["norm.weight"]}, before / "model.safetensors")
+    with pytest.raises(UserError, match="began with another input: initial head was"):
+        run.train(config, lambda line: None)
+    shutil.rmtree(before)
+    with pytest.raises(UserError, match=r"head\.start_from=.*before"):
+        run.train(config, lambda line: None)
+    after.mkdir()
+    assert run.train(config, lambda line: None) == after  # what is finished needs nothing any more
+
+
+def test_data_alone_is_made_without_a_head(finished):
+    text = finished.directory / "text.txt"
+    text.write_text("w1 w2 w3 w4 " * 400)
+    data = dataclasses.replace(finished.config.data, path=finished.directory / "alone", prompts=(), texts=(text,))
+    config = another(finished, "never", data=data)
+    said: list[str] = []
+    with pytest.raises(UserError, match="sequence_length=64000 must be at most"):
+        run.make_data(dataclasses.replace(config, data=dataclasses.replace(data, sequence_length=64000)), said.append)
+    assert not data.path.exists()
+    run.make_data(config, said.append)
+    assert said[-1].endswith(f"records are in {data.path}") and not config.output.exists()
+    again = dataclasses.replace(config, data=dataclasses.replace(data, also=(finished.directory / "." / "alone",)))
+    with pytest.raises(UserError, match="would be learned from twice"):
+        run.make_data(again, said.append)
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_before_it_is_kept(finished):
