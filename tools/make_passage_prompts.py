@@ -23,7 +23,7 @@ from pathlib import Path
 
 from jaxspec.checkpoint.staging import whole_file
 from jaxspec.errors import UserError
-from jaxspec.evaluate.questions import read_questions
+from jaxspec.evaluate.questions import Question, read_questions
 
 SUMMARIES = [
     "Summarize: {}",
@@ -88,7 +88,14 @@ def write(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     whole = {str(path): paragraphs(read(path)) for path in options.texts}
     measured = [turn for path in options.avoid for question in read_questions(path) for turn in question.turns]
-    made = [made for split in SPLITS for made in make(options, parts_for(split, whole), split, rng)]
+    questions = read_questions(options.questions) if options.questions else []
+    lines = [line for line in read(options.german).splitlines() if line.strip()] if options.german else []
+    made: list[Made] = []
+    for split, share in SPLITS.items():
+        texts = {name: of_split(split, parts) for name, parts in whole.items()}
+        made += summaries(texts, round(options.summaries * share), split, rng)
+        made += questions_with_documents(texts, questions, split, rng)
+        made += [Made(split, "translation", TRANSLATION.format(line)) for line in of_split(split, lines)]
     clean = without(measured, made)
     if not clean:
         raise UserError("no prompt is left: give longer texts, or more of them")
@@ -106,21 +113,10 @@ def row(made: Made) -> dict[str, str]:
     return {"split": made.split, "source": made.source, "prompt": made.prompt}
 
 
-def make(options: argparse.Namespace, texts: dict[str, list[str]], split: str, rng: random.Random) -> Iterator[Made]:
-    yield from summaries(texts, round(options.summaries * SPLITS[split]), split, rng)
-    if options.questions:
-        yield from questions_with_documents(texts, options.questions, split, rng)
-    if options.german:
-        lines = [line for line in read(options.german).splitlines() if line.strip()]
-        first = round(len(lines) * SPLITS["train"])
-        for line in lines[:first] if split == "train" else lines[first:]:
-            yield Made(split, "translation", TRANSLATION.format(line))
-
-
-def parts_for(split: str, texts: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The paragraphs of a split: those that are held out end each text."""
-    firsts = {name: round(len(parts) * SPLITS["train"]) for name, parts in texts.items()}
-    return {name: parts[: firsts[name]] if split == "train" else parts[firsts[name] :] for name, parts in texts.items()}
+def of_split(split: str, parts: list[str]) -> list[str]:
+    """Those that are held out come last."""
+    first = round(len(parts) * SPLITS["train"])
+    return parts[:first] if split == "train" else parts[first:]
 
 
 def without(measured: list[str], made: Iterable[Made]) -> list[Made]:
@@ -170,20 +166,23 @@ def summaries(texts: dict[str, list[str]], count: int, split: str, rng: random.R
         yield Made(split, Path(name).stem, rng.choice(SUMMARIES).format(passage))
 
 
-def questions_with_documents(texts: dict[str, list[str]], path: Path, split: str, rng: random.Random) -> Iterator[Made]:
+def questions_with_documents(
+    texts: dict[str, list[str]], questions: list[Question], split: str, rng: random.Random
+) -> Iterator[Made]:
     """Short questions, each below the paragraphs that say most of its rare words."""
     documents = [part for parts in texts.values() for part in parts if PARAGRAPH <= len(part) <= LONGEST]
     where = defaultdict(list)
     for index, document in enumerate(documents):
         for word in set(words(document)):
             where[word].append(index)
-    for asked in read_questions(path):
+    for asked in questions:
         question = asked.turns[0]
-        of_split = "heldout" if asked.split == "heldout" else "train"
-        if of_split != split or not (question.endswith("?") and "\n" not in question and len(question) < 120):
+        if (asked.split == "heldout") != (split == "heldout") or not (
+            question.endswith("?") and "\n" not in question and len(question) < 120
+        ):
             continue
         score: dict[int, float] = defaultdict(float)
-        for word in set(words(question)):
+        for word in sorted(set(words(question))):  # sums of scores, and ties, the same in every process
             for index in where[word]:
                 score[index] += math.log(len(documents) / len(where[word]))
         found = [documents[index] for index in sorted(score, key=score.__getitem__, reverse=True)[:12]]
