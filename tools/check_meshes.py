@@ -187,6 +187,7 @@ def wait(command: list[str], limit: float) -> tuple[str, str]:
 
 
 def run_child(options: argparse.Namespace, what: str, directory: str) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes may want the devices too
     task, mesh, tail = what.split(":")
     folder = Path(directory)
 
@@ -268,5 +269,4 @@ def make_texts(options: argparse.Namespace, mesh: str, tail: str, say: Any) -> I
 
 if __name__ == "__main__":
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast between GPUs
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for `--jobs`
     main()

@@ -92,18 +92,19 @@ def _open_others(config: DataConfig, made_from: Mapping[str, Any]) -> list[Datas
         raise UserError(
             f"data.also: {twice[0]} would be learned from twice: name each directory once, without data.path"
         )
+    others = []
     for path in config.also:
         if not (path / MANIFEST).is_file():
             raise UserError(
                 f"data.also: {path} holds no finished data: make it first, with `train-draft --data-only` and a "
                 "configuration whose data.path it is"
             )
-    others = [Dataset.open(path) for path in config.also]
-    for other in others:
+        other = Dataset.open(path)
         for key in ("tokenizer", "target"):
             ours, theirs = made_from.get(key), other.made_from.get(key)
             if ours and theirs and ours != theirs:
                 raise UserError(f"data.also: {other.where} was made with another {key}: give data of the same target")
+        others.append(other)
     return others
 
 

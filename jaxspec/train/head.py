@@ -21,7 +21,7 @@ from jaxspec.drafts.eagle3_config import (
     eagle3_tensor_shapes,
     usual_taps,
 )
-from jaxspec.drafts.registry import HEADS
+from jaxspec.drafts.registry import find_drafter
 from jaxspec.errors import UserError
 from jaxspec.models import tensors
 from jaxspec.models.config import ModelConfig
@@ -88,9 +88,11 @@ def trained_head(path: Path, target: ModelConfig) -> tuple[Eagle3Config, dict[st
       UserError: there is none, it is not of this target, or it has parts that are not trained.
     """
     try:
-        drafter = Eagle3.open(HEADS.get(str(path), path)).fit(target)
+        drafter = find_drafter(str(path)).fit(target)
     except UserError as error:
         raise UserError(f"head.start_from={path}: {error}") from error
+    if not isinstance(drafter, Eagle3):
+        raise UserError(f"head.start_from={path}: it is not trained: give the directory of a head")
     found = drafter.config
     wanted = HeadConfig(
         taps=found.taps,

@@ -62,6 +62,7 @@ def make_data(config: TrainConfig, say: Say) -> None:
     Raises:
       UserError: the configuration does not fit the target or the data.
     """
+    check(config, "the configuration")
     checkpoint, target = _open_target(config)
     _begin(config, target)
     _dataset(config, checkpoint, say)
@@ -131,7 +132,6 @@ def _dataset(config: TrainConfig, checkpoint: Checkpoint, say: Say) -> Dataset:
 
 
 def _open_target(config: TrainConfig) -> tuple[Checkpoint, ModelConfig]:
-    check(config, "the configuration")
     checkpoint = open_model(config.target)
     target = read_config(checkpoint.config)
     if config.data.sequence_length > target.max_positions:
