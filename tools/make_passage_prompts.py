@@ -24,6 +24,7 @@ from pathlib import Path
 from jaxspec.checkpoint.staging import whole_file
 from jaxspec.errors import UserError
 from jaxspec.evaluate.questions import Question, read_questions
+from jaxspec.train.contamination import holds_measured, measured_by, words
 
 SUMMARIES = [
     "Summarize: {}",
@@ -41,8 +42,6 @@ WITH_DOCUMENTS = [
 TRANSLATION = "Translate German to English: {}"
 # Characters of a passage: about 180 to 1,700 tokens. A paragraph to answer from has 300 at least.
 SHORTEST, LONGEST, PARAGRAPH = 700, 6500, 300
-RUN = 12
-SHORTEST_QUESTION = 4  # words; fewer end too many sentences by chance
 SPLITS = {"train": 0.98, "heldout": 0.02}
 
 
@@ -87,7 +86,7 @@ def main() -> None:
 def write(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     whole = {str(path): paragraphs(read(path)) for path in options.texts}
-    measured = [turn for path in options.avoid for question in read_questions(path) for turn in question.turns]
+    measured = measured_by(question for path in options.avoid for question in read_questions(path))
     questions = read_questions(options.questions) if options.questions else []
     lines = [line for line in read(options.german).splitlines() if line.strip()] if options.german else []
     made: list[Made] = []
@@ -96,7 +95,7 @@ def write(options: argparse.Namespace) -> None:
         made += summaries(texts, round(options.summaries * share), split, rng)
         made += questions_with_documents(texts, questions, split, rng)
         made += [Made(split, "translation", TRANSLATION.format(line)) for line in of_split(split, lines)]
-    clean = without(measured, made)
+    clean = [each for each in made if not holds_measured(each.prompt, [each.question], measured)]
     if not clean:
         raise UserError("no prompt is left: give longer texts, or more of them")
     rng.shuffle(clean)
@@ -117,19 +116,6 @@ def of_split(split: str, parts: list[str]) -> list[str]:
     """Those that are held out come last."""
     first = round(len(parts) * SPLITS["train"])
     return parts[:first] if split == "train" else parts[first:]
-
-
-def without(measured: list[str], made: Iterable[Made]) -> list[Made]:
-    """Leaves out what shares a long run of words, or its own short question, with one that is kept for measuring."""
-    measured_runs = {run for turn in measured for run in runs(turn)}
-    ends = {tuple(words(turn)[-count:]) for turn in measured for count in range(SHORTEST_QUESTION, RUN)}
-
-    def is_clean(each: Made) -> bool:
-        question = tuple(words(each.question))
-        is_asked = SHORTEST_QUESTION <= len(question) < RUN and question in ends
-        return not is_asked and measured_runs.isdisjoint(runs(each.prompt))
-
-    return [each for each in made if is_clean(each)]
 
 
 def read(path: Path) -> str:
@@ -191,15 +177,6 @@ def questions_with_documents(
             yield Made(
                 split, "documents", rng.choice(WITH_DOCUMENTS).format(documents=said, question=question), question
             )
-
-
-def runs(text: str) -> set[tuple[str, ...]]:
-    said = words(text)
-    return {tuple(said[at : at + RUN]) for at in range(len(said) - RUN + 1)}
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def _until(parts: Iterable[str], length: float) -> Iterator[str]:

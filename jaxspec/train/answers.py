@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxspec.progress import progress_bar
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.config import DataConfig
+from jaxspec.train.contamination import NOTHING, Measured, holds_measured, last_questions, measured_by
 from jaxspec.train.dataset import HELDOUT, MANIFEST, TRAIN, Dataset, Record, finish_dataset, shard_path, write_records
 
 # What a run that is stopped loses at most, beside the answers that are being written.
@@ -38,6 +39,8 @@ _SHARD_ITEMS = 128
 _TEXT_CHARACTERS = 1 << 20
 # Tokens of a prompt that enter in one round.
 _LEAST_CHUNK, _LARGEST_CHUNK = 64, 1024
+# In place of a split; a row that names it is trained on.
+_AVOIDED = "avoided"
 _BEGUN = ".begun"
 _CHANGED = "give another data.path, or remove the directory"
 
@@ -75,7 +78,7 @@ def open_or_make(config: DataConfig, target: Checkpoint, start: Callable[[int, i
     made_from = describe(config, target)
     others = _open_others(config, made_from)
     if not (config.path / MANIFEST).is_file():
-        items = read_items(config, Tokenizer.load(target.path), read_config(target.config))
+        items = read_items(config, Tokenizer.load(target.path), read_config(target.config), say)
         with _alone_in(config.path):
             if not (config.path / MANIFEST).is_file():  # another process may have made it meanwhile
                 _begin(config.path, made_from)
@@ -110,7 +113,12 @@ def _open_others(config: DataConfig, made_from: Mapping[str, Any]) -> list[Datas
 
 def describe(config: DataConfig, target: Checkpoint) -> dict[str, Any]:
     """What decides the records of a dataset."""
-    kinds = {"prompts": config.prompts, "conversations": config.conversations, "texts": config.texts}
+    kinds = {
+        "prompts": config.prompts,
+        "conversations": config.conversations,
+        "texts": config.texts,
+        "avoid": config.avoid,
+    }
     described: dict[str, Any] = {
         kind: [[path.name, _digest(path)] for path in paths] for kind, paths in kinds.items() if paths
     }
@@ -128,7 +136,7 @@ def describe(config: DataConfig, target: Checkpoint) -> dict[str, Any]:
     return described
 
 
-def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any) -> dict[str, list[Item]]:
+def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any, say: Say) -> dict[str, list[Item]]:
     """All that is to become records, for each split.
 
     Args:
@@ -137,9 +145,11 @@ def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any) -> dict[st
     Raises:
       UserError: a file is wrong, or there is nothing for one of the splits.
     """
-    items: dict[str, list[Item]] = {TRAIN: [], HELDOUT: []}
+    measured = measured_by(question for path in config.avoid for question in read_questions(path))
+    items: dict[str, list[Item]] = {TRAIN: [], HELDOUT: [], _AVOIDED: []}
     for path in config.prompts:
-        for index, (prompt, split) in enumerate(_read_prompts(path, config, tokenizer, target.max_positions)):
+        prompts = _read_prompts(path, config, tokenizer, target.max_positions, measured)
+        for index, (prompt, split) in enumerate(prompts):
             # What is held out is asked greedily once: the evaluation estimates greedy decoding.
             for round_, temperature in enumerate(config.temperatures if split == TRAIN else (0.0,)):
                 items[split].append(Asked(prompt, temperature, _seed(config.seed, path.name, index, round_)))
@@ -150,16 +160,20 @@ def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any) -> dict[st
             asked = Asked(opening, config.made_up_temperature, _seed(config.seed, "made up", index), goes_on=True)
             items[_share_out(index, config.heldout_every)].append(asked)
     for path in config.conversations:
-        for index, (record, named) in enumerate(read_conversations(path, tokenizer)):
+        for index, (record, named) in enumerate(read_conversations(path, tokenizer, measured)):
             items[named or _share_out(index, config.heldout_every)].append(record)
     for path in config.texts:
         for index, record in enumerate(read_text(path, tokenizer, config.sequence_length)):
             items[_share_out(index, config.heldout_every)].append(record)
+    avoided = f"{len(items.pop(_AVOIDED)):,} prompts and conversations hold a question of data.avoid and are left out"
+    if config.avoid:
+        say(avoided)
     for split, found in items.items():
         if not found:
+            why = f" ({avoided})" if config.avoid else ""
             raise UserError(
-                f"the files of data leave nothing for the {split} split: give more, with lower heldout_every or with "
-                f"rows whose split is {split}"
+                f"the files of data leave nothing for the {split} split{why}: give more, with lower heldout_every or "
+                f"with rows whose split is {split}"
             )
         largest = max(int(np.max(each.tokens)) for each in found)
         if largest >= target.vocab_size:
@@ -170,7 +184,7 @@ def read_items(config: DataConfig, tokenizer: Tokenizer, target: Any) -> dict[st
 
 
 def _read_prompts(
-    path: Path, config: DataConfig, tokenizer: Tokenizer, limit: int
+    path: Path, config: DataConfig, tokenizer: Tokenizer, limit: int, measured: Measured
 ) -> Iterator[tuple[tuple[int, ...], str]]:
     """Tokens of each prompt of a file, and its split."""
     for index, question in enumerate(read_questions(path)):
@@ -179,8 +193,17 @@ def _read_prompts(
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
         except UserError as error:
             raise UserError(f"{path}, question {question.id}: {error}") from error
-        _check_length(tokens, config, limit, f"{path}, question {question.id}")
-        yield tuple(tokens), _split(question.split) or _share_out(index, config.heldout_every)
+        split = _split(question.split) or _share_out(index, config.heldout_every)
+        if _is_avoided([*question.context, {"role": "user", "content": question.turns[0]}], measured):
+            split = _AVOIDED
+        else:
+            _check_length(tokens, config, limit, f"{path}, question {question.id}")
+        yield tuple(tokens), split
+
+
+def _is_avoided(messages: Iterable[Mapping[str, Any]], measured: Measured) -> bool:
+    asked = (message["content"] for message in messages if message["role"] == "user")
+    return any(holds_measured(text, last_questions(text), measured) for text in asked)
 
 
 def _check_length(tokens: Sequence[int], config: DataConfig, limit: int, where: str) -> None:
@@ -198,8 +221,11 @@ def _opening(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.encode_part(text[: text.rindex(word)]))
 
 
-def read_conversations(path: Path, tokenizer: Tokenizer) -> list[tuple[Record, str | None]]:
-    """Conversations of a JSONL file with `messages` (a role and a content each), and the split that a row names.
+def read_conversations(
+    path: Path, tokenizer: Tokenizer, measured: Measured = NOTHING
+) -> list[tuple[Record, str | None]]:
+    """Conversations of a JSONL file with `messages` (a role and a content each), and the split that a row names;
+    `_AVOIDED` stands for it where a user asks a measured question.
 
     Raises:
       UserError: a line is something else, or the tokenizer has no chat template.
@@ -211,8 +237,9 @@ def read_conversations(path: Path, tokenizer: Tokenizer) -> list[tuple[Record, s
             raise UserError(f"{where}: needs messages, a list of objects with role and content")
         if messages[-1]["role"] != "assistant":
             raise UserError(f"{where}: the last message must be an assistant's, whose answer is learned")
+        split = _AVOIDED if _is_avoided(messages, measured) else _split(row.get("split"))
         try:
-            read.append((_conversation(messages, tokenizer), _split(row.get("split"))))
+            read.append((_conversation(messages, tokenizer), split))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not read:

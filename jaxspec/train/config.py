@@ -29,6 +29,8 @@ class DataConfig:
       sequence_length: tokens of a row; longer conversations are cut there, and texts into pieces of so many.
       heldout_every: of the prompts, conversations and pieces of a file one in so many is kept for the evaluation;
         where rows have a field `split`, those with `heldout` are.
+      avoid: JSONL files of questions that are kept for measuring; prompts and conversations that hold one are left out
+        (`contamination.py`).
       also: directories of finished data, made for the same target, that are learned from too.
     """
 
@@ -44,6 +46,7 @@ class DataConfig:
     texts: tuple[Path, ...] = ()
     sequence_length: int = field(default=1024, metadata=at_least(2))
     heldout_every: int = field(default=50, metadata=at_least(2))
+    avoid: tuple[Path, ...] = ()
     also: tuple[Path, ...] = ()
 
 

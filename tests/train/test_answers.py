@@ -1,5 +1,6 @@
 """Data from a user's files, with a stand-in for the model that answers."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -65,13 +66,13 @@ def data_config(tmp_path, **changes) -> DataConfig:
     return DataConfig(**settings | changes)
 
 
-def make(config, target, contexts=None):
+def make(config, target, contexts=None, say=lambda line: None):
     def start(context, chunk_size):
         if contexts is not None:
             contexts.append((context, chunk_size))
         return "a model"
 
-    return open_or_make(config, target, start, say=lambda line: None)
+    return open_or_make(config, target, start, say)
 
 
 def all_of(dataset, split):
@@ -184,6 +185,88 @@ def test_rows_of_a_split_are_held_out_where_a_file_says_so(tmp_path, target, ans
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     dataset = make(data_config(tmp_path, prompts=(tmp_path / "rows.jsonl",)), target)
     assert [tokens[1] for tokens in all_of(dataset, HELDOUT)] == [7, 8]
+
+
+RUN_OF_TWELVE = " ".join(f"w{number}" for number in range(100, 112))
+SHORT_QUESTION = "w50 w51 w52 w53 w54?"
+
+
+def write_avoid(path):
+    turns = [f"A document of the evaluation.\n{SHORT_QUESTION}", f"Hello {RUN_OF_TWELVE}"]
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    return path
+
+
+def test_prompts_that_hold_a_measured_question_are_left_out(tmp_path, target, answered):
+    held = [f"w9 {RUN_OF_TWELVE} w9", f"w8 w9\n\nQuestion: {SHORT_QUESTION}", SHORT_QUESTION]
+    others = [f"w{number} w9" for number in range(20, 29)] + ["w52 w53 w54", f"w9 {SHORT_QUESTION}"]
+    prompts = others[:2] + held[:1] + others[2:6] + held[1:] + others[6:]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    for role, content in (("user", SHORT_QUESTION), ("system", RUN_OF_TWELVE)):  # the latter is no question
+        rows.append({"prompt": [{"role": role, "content": content}, {"role": "user", "content": "w9"}]})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = dict(prompts=(tmp_path / "rows.jsonl",), max_tokens=30, heldout_every=5)
+    avoid = (write_avoid(tmp_path / "avoid.jsonl"),)
+    everything = make(data_config(tmp_path, path=tmp_path / "all", **settings), target)
+    said = []
+    dataset = make(data_config(tmp_path, avoid=avoid, **settings), target, say=said.append)
+    assert said[0] == "4 prompts and conversations hold a question of data.avoid and are left out"
+    kept = [*all_of(dataset, TRAIN), *all_of(dataset, HELDOUT)]
+    assert len({tokens[:-2] for tokens in kept}) == len(others) + 1
+    for split in (TRAIN, HELDOUT):  # what is kept has the split, the seed and the answer that it would have had
+        assert set(all_of(dataset, split)) <= set(all_of(everything, split))
+    assert "avoid" in dataset.made_from and "avoid" not in everything.made_from
+
+
+def test_a_measured_prompt_may_be_longer_than_the_context(tmp_path, target, answered):
+    prompts = write_prompts(tmp_path / "long.jsonl", 20)
+    with prompts.open("a") as file:
+        file.write(json.dumps({"prompt": "w9 " * 600 + RUN_OF_TWELVE}))
+    with pytest.raises(UserError, match="question 21: its 615 tokens"):
+        make(data_config(tmp_path, prompts=(prompts,)), target)
+    make(data_config(tmp_path, prompts=(prompts,), avoid=(write_avoid(tmp_path / "avoid.jsonl"),)), target)
+
+
+def test_conversations_are_left_out_by_what_their_users_say(tmp_path, target, answered):
+    talks = [("w10", "w20"), ("w11", RUN_OF_TWELVE), ("w12", "w21", SHORT_QUESTION, "w22"), ("w13", "w23")]
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(talk)]}
+        for talk in talks
+    ]
+    (tmp_path / "talk.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    avoid = (write_avoid(tmp_path / "avoid.jsonl"),)
+    said = []
+    config = data_config(tmp_path, prompts=(), conversations=(tmp_path / "talk.jsonl",), avoid=avoid, heldout_every=3)
+    dataset = make(config, target, say=said.append)
+    assert said[0].startswith("1 prompts and conversations")
+    assert [tokens[1] for tokens in all_of(dataset, TRAIN)] == [11]
+    assert [tokens[1] for tokens in all_of(dataset, HELDOUT)] == [10, 13]
+
+
+def test_what_is_avoided_decides_the_data(tmp_path, target, answered):
+    avoid = write_avoid(tmp_path / "avoid.jsonl")
+    make(data_config(tmp_path, avoid=(avoid,)), target)
+    with pytest.raises(UserError, match=r"avoid was \[\['avoid.jsonl', '\w+'\]\] and is None"):
+        make(data_config(tmp_path), target)
+    avoid.write_text('{"prompt": "w5"}\n')
+    with pytest.raises(UserError, match="holds data of other settings: avoid was"):
+        make(data_config(tmp_path, avoid=(avoid,)), target)
+    with pytest.raises(UserError, match=r"none\.jsonl cannot be read"):
+        make(data_config(tmp_path, avoid=(tmp_path / "none.jsonl",)), target)
+    avoid.write_text('{"text": "w5"}\n')
+    with pytest.raises(UserError, match=r"avoid\.jsonl, line 1 asks nothing"):
+        make(data_config(tmp_path, path=tmp_path / "else", avoid=(avoid,)), target)
+
+
+def test_where_all_is_avoided_nothing_is_made(tmp_path, target, answered):
+    config = data_config(tmp_path, max_tokens=30)
+    config.prompts[0].write_text((json.dumps({"prompt": SHORT_QUESTION}) + "\n") * 20)
+    config = dataclasses.replace(config, avoid=(write_avoid(tmp_path / "avoid.jsonl"),))
+    with pytest.raises(
+        UserError, match=r"nothing for the train split \(20 prompts and .* data.avoid and are left out\)"
+    ):
+        make(config, target)
+    assert not (tmp_path / "data").exists()
 
 
 def test_of_conversations_what_assistants_say_is_learned(tmp_path, tokenizer):

@@ -46,6 +46,7 @@ def test_defaults_and_numbers_as_yaml_writes_them(read):
     assert read(with_(head={"taps": [2, 15, 27]})).head.taps == (2, 15, 27)
     assert read(with_(head={"draft_vocab_size": None})).head.draft_vocab_size is None
     assert read(LEAST | {"head": None}) == read({key: value for key, value in LEAST.items() if key != "head"})
+    assert read(with_(data={"avoid": ["a.jsonl"]})).data.avoid == (Path("a.jsonl"),)
     assert read(LEAST | {"output": "~/runs"}).output == Path.home() / "runs"
 
 
@@ -72,6 +73,7 @@ def test_defaults_and_numbers_as_yaml_writes_them(read):
         (with_(head={"fc_norm": True, "norm_before_fc": True}), "choose one"),
         (with_(head={"start_from": "x", "num_layers": 2}), "head.start_from=x says what the head is"),
         (with_(data={"prompts": []}), "data names no prompts"),
+        (with_(data={"avoid": "measured.jsonl"}), "data.avoid='measured.jsonl' must be a list"),
         (with_(data={"temperatures": []}), "data.temperatures is empty"),
         (LEAST | {"head": [1]}, "head must be keys with values"),
         ("- 1", "the file must be keys with values"),

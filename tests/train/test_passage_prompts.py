@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.train.contamination import runs
+
 TOOL = Path(__file__).parents[2] / "tools" / "make_passage_prompts.py"
 
 
@@ -38,18 +40,18 @@ def made(tool, tmp_path, monkeypatch):
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()], texts, (first, second)
 
 
-def test_what_is_measured_by_is_in_no_prompt(tool, made):
+def test_what_is_measured_by_is_in_no_prompt(made):
     rows, texts, (first, second) = made
     assert any(row["prompt"].endswith(first) and row["source"] == "documents" for row in rows)
     assert not any(row["prompt"].endswith(second) for row in rows)
-    assert not any(tool.runs(texts[5]) & tool.runs(row["prompt"]) for row in rows)
-    assert any(tool.runs(texts[6]) & tool.runs(row["prompt"]) for row in rows)
+    assert not any(runs(texts[5]) & runs(row["prompt"]) for row in rows)
+    assert any(runs(texts[6]) & runs(row["prompt"]) for row in rows)
 
 
-def test_held_out_passages_share_nothing_with_those_that_are_learned(tool, made):
+def test_held_out_passages_share_nothing_with_those_that_are_learned(made):
     rows, *_ = made
-    learned = {run for row in rows if row["split"] == "train" for run in tool.runs(row["prompt"])}
-    assert not any(learned & tool.runs(row["prompt"]) for row in rows if row["split"] == "heldout")
+    learned = {run for row in rows if row["split"] == "train" for run in runs(row["prompt"])}
+    assert not any(learned & runs(row["prompt"]) for row in rows if row["split"] == "heldout")
     assert 2 <= sum(row["split"] == "heldout" for row in rows) <= 5
 
 

@@ -7,13 +7,15 @@
 Time is that of one call, prologue and merge included, in a chain of calls inside one program that goes round several
 sets of inputs: neither dispatch nor what the L2 cache keeps is measured. TB/s counts the keys and values read, once;
 `of copy` is its share of the rate of a large copy measured in the same run. The reference reads the same pages; cuDNN
-(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone. jax's older
-Pallas kernel (Triton) reads pages of its own layout, for one query token. FlashInfer is a script of its own,
-`peer_flashinfer.py`, for it lives in PyTorch. Of a prefill, whose chunk is causal, TFLOP/s counts what its rows see;
-cuDNN attends to prefix and chunk in two calls and does not join them. Of latents, TB/s counts each once, and TFLOP/s
-both products of the prefix. `tree:` joins a layer's tree with the parts of dcp ranks; it is given no bytes, for it
-finds them in the L2 cache. Before it is timed, each case is compared with the reference: `error` is
-‖kernel − reference‖ / ‖reference‖, for a prefill over rows spread over the chunk.
+(`jax.nn.dot_product_attention`) reads a contiguous cache and knows no tree: it sees the prefix alone, as all do where a
+case ends in `:no-tree`. jax's older Pallas kernel (Triton) reads pages of its own layout, for one query token.
+FlashInfer is a script of its own, `peer_flashinfer.py`, for it lives in PyTorch. Of a prefill, whose chunk is causal,
+TFLOP/s counts what its rows see; cuDNN attends to prefix and chunk in two calls and does not join them. Of latents,
+TB/s counts each once, and TFLOP/s both products of the prefix. `tree:` joins a layer's tree with the parts of dcp
+ranks, `merge:` the parts that splits leave; they are given no bytes, for they find them in the L2 cache. `commit:`
+moves accepted rows into pages of all layers, in place as its reference does, and a call waits for the one before by the
+pages themselves. Before it is timed, each case is compared with the reference: `error` is ‖kernel − reference‖ /
+‖reference‖, for a prefill over rows spread over the chunk, for a commit of what changes.
 """
 
 import argparse
@@ -28,15 +30,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from commit import COMMITS
 from decode_cases import CASES, Case
 from generate import copy_rate
 from jax import lax
 from latent import LATENTS
+from merge import MERGES
 from prefill import PREFILLS
 from timing import Attend, Programs, Work, binary_tree, idle_microseconds, or_reason, relative_error
 from tree import TREES
 
 from pallas_kernels.context_decode import context_decode
+from pallas_kernels.context_decode.kernel import context_decode as prefix_decode
 from pallas_kernels.context_decode.kernel import tree_decode
 from pallas_kernels.context_decode.plan import Plan
 from pallas_kernels.lse_merge import merge
@@ -77,7 +82,7 @@ class Inputs:
     pages: jax.Array
     tables: jax.Array
     lengths: jax.Array
-    tree: tuple[jax.Array, jax.Array, jax.Array]
+    tree: tuple[jax.Array, ...]
 
 
 def draw(case: Case, key: jax.Array) -> Inputs:
@@ -92,17 +97,18 @@ def draw(case: Case, key: jax.Array) -> Inputs:
         pages=jax.random.normal(pages_key, (1, 2, count, case.page_size, case.kv_heads, case.head_dim), jnp.bfloat16),
         tables=jax.random.permutation(table_key, count).astype(jnp.int32).reshape(case.sets, case.batch, width),
         lengths=jnp.full(case.batch, case.context, jnp.int32),
-        tree=(tree_k, tree_v, jnp.tile(binary_tree(case.tokens), (case.batch, 1, 1))),
+        tree=(tree_k, tree_v, jnp.tile(binary_tree(case.tokens), (case.batch, 1, 1))) if case.has_tree else (),
     )
 
 
 def by_kernel(case: Case, plan: dict[str, int]) -> Attend:
-    tiles = case.context // 64 + 1
+    tiles = case.context // 64 + case.has_tree
     rows = case.tokens * case.heads // case.kv_heads
+    decode: Callable[..., tuple[jax.Array, jax.Array]] = tree_decode if case.has_tree else prefix_decode
     how = dataclasses.replace(Plan.of(case.batch, rows, case.kv_heads, case.head_dim, tiles), **plan)
 
     def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
-        return tree_decode(q, x.pages, 0, x.tables[i], x.lengths, *x.tree, scale=case.scale, plan=how)[0]
+        return decode(q, x.pages, 0, x.tables[i], x.lengths, *x.tree, scale=case.scale, plan=how)[0]
 
     return attend
 
@@ -110,6 +116,8 @@ def by_kernel(case: Case, plan: dict[str, int]) -> Attend:
 def by_reference(case: Case) -> Attend:
     def attend(q: jax.Array, x: Inputs, i: jax.Array) -> jax.Array:
         prefix = context_decode(q, x.pages, 0, x.tables[i], x.lengths, scale=case.scale)
+        if not case.has_tree:
+            return prefix[0]
         among = tree_attention(q, *x.tree, scale=case.scale)
         return merge(*(jnp.stack(each) for each in zip(prefix, among, strict=True)))[0]
 
@@ -151,7 +159,7 @@ def compile_named(name: str, make: Make) -> Programs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in (*CASES, *PREFILLS, *LATENTS, *TREES)]
+    names = [case.name for case in (*CASES, *PREFILLS, *LATENTS, *TREES, *MERGES, *COMMITS)]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=" ".join(names))
     parser.add_argument(
         "--plan",
@@ -190,7 +198,7 @@ def main() -> None:
         "case | error | µs | reference µs": [
             (name, functools.partial(case.work, has_peers))
             for name in options.cases
-            for case in TREES
+            for case in (*TREES, *MERGES, *COMMITS)
             if case.name == name
         ],
     }

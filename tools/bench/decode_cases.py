@@ -24,10 +24,12 @@ class Case:
     head_dim: int = 128
     heads: int = 32
     kv_heads: int = 8
+    has_tree: bool = True  # the query tokens are a tree that follows the context; else they see the context alone
 
     @property
     def name(self) -> str:
-        return f"{self.batch}x{self.context}:t{self.tokens}" + variation(self.page_size, self.head_dim)
+        name = f"{self.batch}x{self.context}:t{self.tokens}" + variation(self.page_size, self.head_dim)
+        return name + ":no-tree" * (not self.has_tree)
 
     @property
     def bytes(self) -> int:
@@ -61,4 +63,7 @@ CASES = [
     Case(1, 8192, 32),
     Case(32, 2048, 32),
     Case(1, 131072, 32),
+    Case(8, 8192, 8, has_tree=False),
+    Case(8, 8192, 32, has_tree=False),
+    Case(1, 8192, 8, has_tree=False),
 ]

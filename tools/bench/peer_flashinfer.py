@@ -4,8 +4,9 @@
     python tools/bench/peer_flashinfer.py
 
 One query token goes through its decode kernel (tensor cores), several causally through its prefill kernel and again
-with a tree as a mask of their own. Its pages hold the same numbers of tokens in random order. As there, time is that of
-one call in a chain over several sets of inputs that don't stay in the L2 cache, here as the replay of a CUDA graph.
+with a tree as a mask of their own; without a tree they see the context alone. Its pages hold the same numbers of tokens
+in random order. As there, time is that of one call in a chain over several sets of inputs that don't stay in the L2
+cache, here as the replay of a CUDA graph.
 """
 
 import argparse
@@ -22,7 +23,13 @@ _WORKSPACE = 2**27
 
 def held(case: Case) -> int:
     """Tokens of a sequence in pages: here the nodes of a tree follow the context."""
-    return case.context + (case.tokens if case.tokens > 1 else 0)
+    return case.context + (case.tokens if case.has_tree and case.tokens > 1 else 0)
+
+
+def ways(case: Case) -> list[str]:
+    if case.tokens == 1:
+        return ["decode"]
+    return ["causal", "tree mask"] if case.has_tree else ["context"]
 
 
 def pages_of(case: Case) -> int:
@@ -40,7 +47,7 @@ def main() -> None:
     print("case | how | µs | TB/s", flush=True)
     for case in CASES:
         if case.name in options.cases:
-            for how in ["decode"] if case.tokens == 1 else ["causal", "tree mask"]:
+            for how in ways(case):
                 µs = microseconds(case, how)
                 print(f"{case.name} | {how} | {µs:.1f} | {case.bytes / µs / 1e6:.2f}", flush=True)
 
@@ -84,7 +91,7 @@ def planned(case: Case, how: str, table: torch.Tensor, q: torch.Tensor):
         return wrapper.run
     queries = torch.arange(case.batch + 1, dtype=torch.int32) * case.tokens
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-    mask = dict(causal=True) if how == "causal" else dict(custom_mask=tree_mask(case))
+    mask = dict(custom_mask=tree_mask(case)) if how == "tree mask" else dict(causal=how == "causal")
     on_device = queries.cuda(), pages.cuda(), table, last.cuda()  # as masks have to be
     wrapper.plan(*on_device, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype, **mask)
     return wrapper.run

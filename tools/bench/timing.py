@@ -19,6 +19,11 @@ _TOLERANCE = 5e-3  # bfloat16 rounds the weights of kernel and reference
 type Attend = Callable[[jax.Array, Any, int | jax.Array], jax.Array]
 
 
+def after(q: jax.Array, output: jax.Array) -> jax.Array:
+    """The same queries, known only when the output is."""
+    return q + (0 * output).astype(q.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One case.
@@ -31,6 +36,7 @@ class Work:
       error: of the kernel, relative, on the first set.
       seconds: of one call, at a guess.
       columns: what a time in microseconds amounts to.
+      after: queries of the next call, of these and their output.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Work:
     error: Callable[[Any], jax.Array]
     seconds: float
     columns: Callable[[float], dict[str, object]]
+    after: Callable[[jax.Array, jax.Array], jax.Array] = after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Chain:
             def body(n, q):
                 for call in range(calls):
                     output = attend(q, x, call % work.sets if is_whole else lax.rem(n * calls + call, work.sets))
-                    q = after(q, output)
+                    q = work.after(q, output)
                 return q
 
             return lax.fori_loop(0, iterations, body, x.q)
@@ -77,11 +84,6 @@ class Chain:
             self.program(x).block_until_ready()
             times.append(time.perf_counter() - started)
         return 1e6 * float(np.median(times[3:])) / self.calls
-
-
-def after(q: jax.Array, output: jax.Array) -> jax.Array:
-    """The same queries, known only when the output is."""
-    return q + (0 * output).astype(q.dtype)
 
 
 def idle_microseconds(q: jax.Array) -> float:
