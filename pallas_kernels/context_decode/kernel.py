@@ -23,7 +23,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
-from pallas_kernels.lse_merge import merge
+from pallas_kernels.lse_merge.kernel import merge_splits
 
 
 def context_decode(
@@ -120,13 +120,10 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
         if t > 1:  # one node sees itself
             operands.append(mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows))
     output, lse = _call(plan, operands, num_pages, scale, interpret or None)
-    lse = lse[..., : plan.rows]
-    if output.shape[2] == 1:
-        output, lse = output[:, :, 0], lse[:, :, 0]
-    else:
-        output, lse = merge(jnp.moveaxis(output, 2, 0), jnp.moveaxis(lse, 2, 0))
+    if output.shape[2] > 1:
+        return merge_splits(output, lse, t, group, interpret=interpret)
     output = output.reshape(b, kv_heads, -1, d)[:, :, : t * group].reshape(b, kv_heads, t, group, d)
-    lse = lse.reshape(b, kv_heads, -1)[:, :, : t * group].reshape(b, kv_heads, t, group)
+    lse = lse[..., : plan.rows].reshape(b, kv_heads, -1)[:, :, : t * group].reshape(b, kv_heads, t, group)
     return output.swapaxes(1, 2).reshape(b, t, h, d), lse.swapaxes(1, 2).reshape(b, t, h)
 
 
@@ -282,11 +279,15 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 acc, weights, top, total, value_pages, key_pages = carry
                 slot, slot_before = tiles.slot_of(tile), tiles.slot_of(tile - 1)
                 plgpu.barrier_wait(k_in.at[slot])
-                await_values(tile - 1)
+                if not plan.producer:
+                    await_values(tile - 1)
 
                 def meanwhile(scores):
                     release(tiles, tile, key_pages, 0)
-                    return lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
+                    softened = lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
+                    if plan.producer:
+                        await_values(tile)
+                    return softened
 
                 acc, weights, top, total, shrink = mosaic.dot_and_add_product(
                     queries, k_s.at[slot], acc, weights, v_s.at[slot_before], meanwhile, interpret
@@ -304,8 +305,11 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             release(tiles, start, first_pages, 0)
             weights, top, total, _ = mosaic.soften(mask(start, scores), top, total, to_log2)
             carry = acc, weights.astype(q.dtype), top, total, first_pages, second_pages
+            if plan.producer:
+                await_values(start)
             acc, weights, top, total, *_ = lax.fori_loop(start + 1, end, step, carry)
-            await_values(end - 1)
+            if not plan.producer:
+                await_values(end - 1)
             return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(end - 1)], interpret), top, total
 
         def nothing():

@@ -40,7 +40,7 @@ class Plan:
     """How the work is cut.
 
     Attributes:
-      rows: query rows of a warpgroup that count, a multiple of 8 or less than 8; it multiplies 64.
+      rows: query rows of a warpgroup that count, even, a multiple of 8 or less than 8; it multiplies 64.
       row_tiles: such sets of rows; a block's warpgroups take one each and share the keys.
       warpgroups: of a block, that multiply.
       splits: parts of the keys.
@@ -91,7 +91,7 @@ class Plan:
         splits = min(range(1, max(1, min(tiles, 2 * _MULTIPROCESSORS)) + 1), key=cost)
         is_alone = warpgroups == 2 or blocks * splits <= _MULTIPROCESSORS
         return Plan(
-            rows=copied_rows(-(-rows // row_tiles)),
+            rows=round_up(copied_rows(-(-rows // row_tiles)), 2),  # a merge may take two at once
             row_tiles=row_tiles,
             warpgroups=warpgroups,
             splits=splits,

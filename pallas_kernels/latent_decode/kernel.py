@@ -111,11 +111,9 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
         if t > 1:  # one node sees itself
             operands.append(mosaic.row_bits(ancestors, h, plan.row_tiles, plan.rows))
     output, lse = _call(plan, operands, t, scale, interpret or None)
-    output, lse = output.reshape(b, plan.splits, -1, LATENT), lse.reshape(b, plan.splits, -1)
-    if plan.splits == 1:
-        output, lse = output[:, 0, : t * h], lse[:, 0, : t * h]
-    else:
-        output, lse = merge_splits(output, lse, t * h, interpret=interpret)
+    if plan.splits > 1:
+        return merge_splits(output[:, None], lse[:, None], t, h, interpret=interpret)
+    output, lse = output.reshape(b, -1, LATENT)[:, : t * h], lse.reshape(b, -1)[:, : t * h]
     return output.reshape(b, t, h, LATENT), lse.reshape(b, t, h)
 
 

@@ -1,8 +1,8 @@
 """Log-sum-exp merge of the splits of one device as one launch, as a Mosaic GPU kernel for Hopper.
 
 XLA makes two or three launches of the plain form, each as long as the merge itself where queries are few: it does not
-compute an exponential again for every column that it scales. Here a block reads the rows of one query, many parts at
-once, and keeps the running merge in registers.
+compute an exponential again for every column that it scales. Here a block reads one query row, of many parts at once,
+keeps the running merge in registers, and writes where the row belongs among those of all heads.
 """
 
 import functools
@@ -10,77 +10,134 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
 from pallas_kernels.context_decode.reference import NO_KEYS
 
-_THREADS = 128
+THREADS = 128
 _IN_FLIGHT = 32  # parts that are read at once, of 4 registers a thread each where D is 512
 
 
+def unsupported(rows: int, head_dim: int) -> str | None:
+    """Why the kernel does not take tiles of so many rows, as the rule that they break, or None where it does."""
+    if head_dim % THREADS and THREADS % head_dim:
+        return f"rows of {head_dim} values must have a multiple or a part of {THREADS}, one a thread"
+    if rows * head_dim % THREADS:
+        return f"tiles of {rows} rows of {head_dim} values must have a multiple of {THREADS} values, one a thread"
+    return None
+
+
 def merge_splits(
-    outputs: Float[Array, "B parts P D"],
-    lses: Float[Array, "B parts P"],
-    rows: int,
+    outputs: Float[Array, "B K parts tiles R D"],
+    lses: Float[Array, "B K parts tiles L"],
+    tokens: int,
+    group: int,
     *,
     interpret: bool | plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "B R D"], Float[Array, "B R"]]:
-    """Attention over the union of disjoint sets of keys, of the first R rows: the others are padding.
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Attention over the union of disjoint sets of keys.
 
     Args:
-      outputs: each part's output, float32, normalised by its own softmax.
-      lses: each part's log-sum-exp of the scores, natural logarithm; -1e30 (finite) for a part without keys.
-      rows: R.
+      outputs: each part's output, float32, normalised by its own softmax. Rows of a KV head are T tokens times the
+        group's heads, in tiles of R; those after them are padding.
+      lses: each part's log-sum-exp of the scores, natural logarithm; -1e30 (finite) for a part without keys. L is at
+        least R, and what is beyond R is padding.
+      tokens: T.
+      group: query heads of a KV head; H is K of these.
       interpret: simulate the kernel on the CPU; None does where that is the default backend.
 
     Returns:
       Output and log-sum-exp over all parts; without any keys an output of 0 and -1e30.
 
     Raises:
-      ValueError: D is not a multiple of 128.
+      ValueError: shapes that the kernel does not take (see `unsupported`).
     """
-    b, parts, _, d = outputs.shape
-    if d % _THREADS:
-        raise ValueError(f"rows of {d} values must be a multiple of {_THREADS}, one a thread; use merge for this")
+    b, kv_heads, parts, _, rows, d = outputs.shape
+    if broken := unsupported(rows, d):
+        raise ValueError(f"{broken}; use merge for this")
     interpret = mosaic.simulation(interpret)
 
+    heads = kv_heads * group
+    several = max(1, THREADS // d)  # rows of a block
+    width = several * d
     chunks = -(-parts // _IN_FLIGHT)
     size = -(-parts // chunks)
-    strided = plgpu.Layout.WG_STRIDED((d,), vec_size=min(4, d // _THREADS))
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(4, width // THREADS))
 
-    def body(outputs_ref, lses_ref, o_ref, lse_ref):
-        sequence, row = lax.axis_index("sequence"), lax.axis_index("row")
+    def body(outputs_ref, lses_ref, o_ref, lse_ref, *shared):
+        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        first = lax.axis_index("rows") * several
+        tile, row = lax.div(first, rows), lax.rem(first, rows)
+
+        def over(values):
+            """A number for each of the block's rows, in all of its columns."""
+            column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+            spread = plgpu.layout_cast(jnp.full(width, values[0]), layout)
+            for i, value in enumerate(values[1:], start=1):
+                spread = jnp.where(column < i * d, spread, value)
+            return spread
 
         def add(chunk, carry):
-            output, top, total = carry
+            output, tops, totals = carry
             chosen = [chunk * size + i for i in range(size)]
             existing = [jnp.minimum(part, parts - 1) for part in chosen]
-            values = [plgpu.load(outputs_ref.at[sequence, part, row], layout=strided) for part in existing]
-            loaded = [lses_ref[sequence, part, row] for part in existing]
-            lse = [jnp.where(part < parts, x, -jnp.inf) for part, x in zip(chosen, loaded, strict=True)]
-            new_top = functools.reduce(jnp.maximum, lse, top)
-            scale = jnp.exp(top - new_top)
-            output, total = output * scale, total * scale
+            here = [outputs_ref.at[sequence, head, part, tile] for part in existing]
+            values = [plgpu.load(ref.at[pl.ds(row * d, width)], layout=layout) for ref in here]
+            loaded = [[lses_ref[sequence, head, part, tile, row + i] for i in range(several)] for part in existing]
+            lse = [
+                [jnp.where(part < parts, x, -jnp.inf) for x in each] for part, each in zip(chosen, loaded, strict=True)
+            ]
+            new_tops = [functools.reduce(jnp.maximum, [x[i] for x in lse], top) for i, top in enumerate(tops)]
+            scales = [jnp.exp(top - new_top) for top, new_top in zip(tops, new_tops, strict=True)]
+            output = output * over(scales)
+            totals = [total * scale for total, scale in zip(totals, scales, strict=True)]
             for x, value in zip(lse, values, strict=True):
-                weight = jnp.exp(x - new_top)
-                output, total = output + value * weight, total + weight
-            return output, new_top, total
+                weights = [jnp.exp(one - new_top) for one, new_top in zip(x, new_tops, strict=True)]
+                output = output + value * over(weights)
+                totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
+            return output, new_tops, totals
 
-        none = plgpu.layout_cast(jnp.zeros(d, jnp.float32), strided), jnp.float32(NO_KEYS), jnp.float32(0)
-        output, top, total = lax.fori_loop(0, chunks, add, none)
-        o_ref[sequence, row] = output / total
-        lse_ref[sequence, row] = top + jnp.log(total)
+        none = plgpu.layout_cast(jnp.zeros(width, jnp.float32), layout)
+        carry = none, [jnp.float32(NO_KEYS)] * several, [jnp.float32(0)] * several
+        output, tops, totals = lax.fori_loop(0, chunks, add, carry)
+        output = output / over(totals)
+
+        def place(i):
+            this = first + i
+            return sequence, lax.div(this, group), head * group + lax.rem(this, group)
+
+        for i in range(several):
+
+            @pl.when(first + i < tokens * group)
+            def put_lse(i=i):
+                lse_ref[place(i)] = tops[i] + jnp.log(totals[i])
+
+        if several == 1:
+            o_ref[place(0)] = output
+            return
+        (o_s,) = shared  # registers can't be cut
+        o_s[...] = output
+        plgpu.commit_smem()
+        for i in range(several):
+
+            @pl.when(first + i < tokens * group)
+            def put_output(i=i):
+                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(i * d, d)], o_ref.at[place(i)])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         body,
-        grid=(b, rows),
-        grid_names=("sequence", "row"),
+        grid=(b, kv_heads, -(-tokens * group // several)),
+        grid_names=("sequence", "head", "rows"),
         interpret=interpret or None,
         out_type=(
-            jax.ShapeDtypeStruct((b, rows, d), jnp.float32),
-            jax.ShapeDtypeStruct((b, rows), jnp.float32),
+            jax.ShapeDtypeStruct((b, tokens, heads, d), jnp.float32),
+            jax.ShapeDtypeStruct((b, tokens, heads), jnp.float32),
         ),
+        scratch_types=(plgpu.SMEM((width,), jnp.float32),) if several > 1 else (),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(outputs, lses)
+    )(outputs.reshape(*outputs.shape[:4], rows * d), lses)
