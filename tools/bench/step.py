@@ -35,11 +35,12 @@ from jaxspec.drafts.interface import Drafter
 from jaxspec.drafts.registry import find_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import UserError
-from jaxspec.llm import ATTENTION, TAIL_AXES
+from jaxspec.llm import ATTENTION, EXCHANGE, TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
+from jaxspec.peers import BY_PEERS, BY_XLA, Peers, choose_exchange
 from jaxspec.precision import DTYPES
 from jaxspec.speculate.attention import AUTO, choose_attention
 from jaxspec.speculate.program import Variant
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--lane", action="store_true", help="the program in which a prompt chunk rides along")
     parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample, without filters")
     parser.add_argument("--attention", choices=ATTENTION, default=AUTO)
+    parser.add_argument("--exchange", nargs="+", choices=EXCHANGE, default=[BY_XLA], help="where devices talk")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="the kernels of two dispatches by their time")
@@ -88,7 +90,9 @@ def main() -> None:
 
     rate = copy_rate()
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}, copies move {rate / 1e12:.2f} TB/s", flush=True)
-    print("mesh | tail | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True)
+    print(
+        "mesh | tail | exchange | batch | tree | ms/round | floor ms | ratio | temp MiB | compile s | big", flush=True
+    )
     rows = []
     for mesh in options.meshes:
         shape = MeshShape.parse(mesh)
@@ -97,8 +101,9 @@ def main() -> None:
             layout = DecoderLayout(config, shape, TAIL_AXES[placement], DTYPES[options.dtype])
             graph, state = abstract_decoder(layout)
             weights = random_weights(state, make_mesh(layout.mesh))
-            for tree, batch in itertools.product(options.trees, options.batch):
-                row = measure(options, layout, graph, weights, placement, tree, batch, rate)
+            exchanges = options.exchange if shape.size > 1 else options.exchange[:1]
+            for exchange, tree, batch in itertools.product(exchanges, options.trees, options.batch):
+                row = measure(options, layout, graph, weights, placement, exchange, tree, batch, rate)
                 rows.append(row)
                 print(" | ".join(str(value) for value in row.values()), flush=True)
     if options.output:
@@ -145,7 +150,7 @@ def random_head(target: ModelConfig) -> Drafter:
     return Eagle3(config, files=None).fit(target)
 
 
-def measure(options, layout, graph, weights, placement, tree, batch, rate) -> dict[str, object]:
+def measure(options, layout, graph, weights, placement, exchange, tree, batch, rate) -> dict[str, object]:
     mesh, page_size = layout.mesh, 64 * layout.mesh.dcp
     name = "none" if tree == "none" else options.draft
     drafter = random_head(layout.config) if name == "eagle3" else find_drafter(name)
@@ -153,6 +158,8 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
     pages = -(-options.context // page_size)
     shape, geometry, device_mesh = TreeSpec.parse(tree), PageGeometry(page_size, mesh.dcp), make_mesh(mesh)
     attention, _ = choose_attention(options.attention, device_mesh.devices.flat[0], layout, shape.num_nodes, geometry)
+    chosen, _ = choose_exchange(exchange, device_mesh)
+    peers = Peers.connect(device_mesh, mesh) if chosen == BY_PEERS else None
     spec = StepSpec(
         layout=layout,
         drafter=drafter,
@@ -165,12 +172,12 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         rounds=options.rounds,
         attention=attention,
     )
+    row = {"mesh": str(mesh), "tail": placement, "exchange": chosen, "batch": batch, "tree": tree}
     try:
         check_memory(plan_memory(spec, device_mesh), device_mesh)
     except UserError:
-        row = {"mesh": str(mesh), "tail": placement, "batch": batch, "tree": tree}
         return row | dict.fromkeys(("ms/round", "floor ms", "ratio"), "does not fit")
-    engine = Engine(spec, device_mesh, graph, weights, draft_weights)
+    engine = Engine(spec, device_mesh, graph, weights, draft_weights, peers)
     started = time.perf_counter()
     program = engine.program(Variant(not options.lane or mesh.pp == 1, options.lane, not options.sampled, batch))
     compiled = time.perf_counter() - started
@@ -185,11 +192,7 @@ def measure(options, layout, graph, weights, placement, tree, batch, rate) -> di
         print_kernels(lambda: dispatch(1))
     milliseconds = 1e3 * seconds / (1 if options.lane else options.rounds)  # a lane's dispatch has one round
     floor = 1e3 * bytes_per_round(engine) / rate
-    return {
-        "mesh": str(mesh),
-        "tail": placement,
-        "batch": batch,
-        "tree": tree,
+    return row | {
         "ms/round": round(milliseconds, 3),
         "floor ms": round(floor, 3),
         "ratio": round(milliseconds / floor, 2),
