@@ -15,6 +15,8 @@ What decides its form is that a row of keys is 576 wide and that its first 512 a
 - 128 heads are two sets of rows, and the second finds the keys in the L2 cache.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -76,114 +78,82 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
 
         lax.fori_loop(tiles.start, tiles.end, bring, None)
 
-    def multiply_keys(scores, tile, slot):
-        """Adds the scores of a tile to an accumulator, part by part as they arrive."""
+    def score(tiles: Tiles, tile):
+        slot = tiles.slot_of(tile)
         # Opaque to the compiler, which would else keep 36 addresses of the queries in registers: it has none left.
         zero = lax.optimization_barrier(jnp.int32(0))
-        for column, keys, arrived in (
-            (0, halves_s.at[0], halves_in.at[slot]),
-            (HALF, halves_s.at[1], halves_in.at[SLOTS + slot]),
-            (LATENT, rope_s, rope_in.at[slot]),
-        ):
-            plgpu.barrier_wait(arrived)
-            plgpu.wgmma(scores, q_s.at[zero, :, pl.ds(column, keys.shape[-1])], keys.at[slot].T)
 
-    def tell_weights(scores, top, slot):
-        """Weights of a tile for both warpgroups, its largest score or an earlier one, and their sum."""
+        def multiply_parts(acc):
+            for column, keys, arrived in (
+                (0, halves_s.at[0], halves_in.at[slot]),
+                (HALF, halves_s.at[1], halves_in.at[SLOTS + slot]),
+                (LATENT, rope_s, rope_in.at[slot]),
+            ):
+                plgpu.barrier_wait(arrived)
+                plgpu.wgmma(acc, q_s.at[zero, :, pl.ds(column, keys.shape[-1])], keys.at[slot].T)
+            return acc[...]  # waits for the products
+
+        return block.mask(tiles, tile, pl.run_scoped(multiply_parts, plgpu.ACC((TILE, TILE), jnp.float32)))
+
+    def add_values(tiles: Tiles, tile, acc, shrink, meanwhile):
+        """What both warpgroups do with a tile's weights; and what `meanwhile` returns, which runs beside it."""
+        slot = tiles.slot_of(tile)
+        values = halves_s.at[me, slot]
+        block.clear_unused(tiles, tile, values)
+        acc, other = mosaic.add_product_of_shared(
+            acc * mosaic.over(shrink, HALF), rope_s.at[slot], values, meanwhile, block.interpret
+        )
+
+        @pl.when(tile + SLOTS < tiles.end)
+        def _():
+            plgpu.barrier_arrive(is_spent.at[me * SLOTS + slot])
+
+        return acc, other
+
+    def attend_own(tiles: Tiles, tile, carry):
+        """A tile whose weights are this warpgroup's to find, for both."""
+        acc, top, total = carry
+        slot = tiles.slot_of(tile)
+        scores = score(tiles, tile)
         new_top = jnp.maximum(top, scores.max(axis=1))
         weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
         rope_s.at[slot][...] = weights.astype(rope_s.dtype)
         top_s.at[slot][...] = new_top
         plgpu.commit_smem()
         plgpu.barrier_arrive(is_ready.at[slot])
-        return new_top, weights.sum(axis=1)
-
-    def hear_top(slot):
-        """Of a tile whose weights the other warpgroup finds, when there are."""
-        plgpu.barrier_wait(is_ready.at[slot])
-        return plgpu.load(top_s.at[slot], layout=mosaic.ROW)
-
-    def shrink(top, new_top):
-        return jnp.exp2((top - new_top) * to_log2)
-
-    def release(tiles: Tiles, tile):
-        @pl.when(tile + SLOTS < tiles.end)
-        def _():
-            plgpu.barrier_arrive(is_spent.at[me * SLOTS + tiles.slot_of(tile)])
-
-    def add_values(tiles: Tiles, tile, acc, shrink):
-        """What both warpgroups do with a tile's weights."""
-        slot = tiles.slot_of(tile)
-        values = halves_s.at[me, slot]
-        block.clear_unused(tiles, tile, values)
-        acc, _ = mosaic.add_product_of_shared(
-            acc * mosaic.over(shrink, HALF), rope_s.at[slot], values, lambda: None, block.interpret
-        )
-        release(tiles, tile)
-        return acc
-
-    def attend_own(tiles: Tiles, tile, carry):
-        """A tile whose weights are this warpgroup's to find, for both."""
-        acc, top, total = carry
-        slot = tiles.slot_of(tile)
-
-        def multiply(scores):
-            multiply_keys(scores, tile, slot)
-            return scores[...]  # waits for the products
-
-        scores = block.mask(tiles, tile, pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32)))
-        new_top, weight = tell_weights(scores, top, slot)
-        less = shrink(top, new_top)
-        return add_values(tiles, tile, acc, less), new_top, total * less + weight
+        shrink = jnp.exp2((top - new_top) * to_log2)
+        acc, weight = add_values(tiles, tile, acc, shrink, lambda: weights.sum(axis=1))
+        return acc, new_top, total * shrink + weight
 
     def attend_other(tiles: Tiles, tile, carry):
         """A tile whose weights the other warpgroup finds."""
         acc, top, total = carry
-        new_top = hear_top(tiles.slot_of(tile))
-        less = shrink(top, new_top)
-        return add_values(tiles, tile, acc, less), new_top, total * less
-
-    def attend_both(tiles: Tiles, tile, carry):
-        """`attend_other`, and `attend_own` of the tile after it: its scores are multiplied while the other warpgroup
-        still finds weights, and made weights while values are multiplied."""
-        if block.interpret:  # which has no store to an accumulator
-            return attend_own(tiles, tile + 1, attend_other(tiles, tile, carry))
-        acc, top, total = carry
-        slot, own_slot = tiles.slot_of(tile), tiles.slot_of(tile + 1)
-        values = halves_s.at[me, slot]
-
-        def run(scores_ref, acc_ref):
-            multiply_keys(scores_ref, tile + 1, own_slot)
-            other_top = hear_top(slot)
-            less = shrink(top, other_top)
-            block.clear_unused(tiles, tile, values)
-            acc_ref[...] = acc * mosaic.over(less, HALF)
-            plgpu.wgmma(acc_ref, rope_s.at[slot], values)
-            scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            new_top, weight = tell_weights(block.mask(tiles, tile + 1, scores), other_top, own_slot)
-            acc_now = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-            return lax.optimization_barrier((acc_now, other_top, new_top, total * less, weight))
-
-        accumulators = plgpu.ACC((TILE, TILE), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)
-        acc, other_top, new_top, total, weight = pl.run_scoped(run, *accumulators)
-        release(tiles, tile)
-        less = shrink(other_top, new_top)
-        return add_values(tiles, tile + 1, acc, less), new_top, total * less + weight
+        slot = tiles.slot_of(tile)
+        plgpu.barrier_wait(is_ready.at[slot])
+        new_top = plgpu.load(top_s.at[slot], layout=mosaic.ROW)
+        shrink = jnp.exp2((top - new_top) * to_log2)
+        acc, total = add_values(tiles, tile, acc, shrink, lambda: total * shrink)
+        return acc, new_top, total
 
     def attend(tiles: Tiles):
         """Sum of weighted values, largest score, and sum of the weights that this warpgroup found."""
         start, end = tiles.start, tiles.end
+        own, other = functools.partial(attend_own, tiles), functools.partial(attend_other, tiles)
         nothing = (
             mosaic.full((TILE, HALF), 0.0, mosaic.MATRIX),
             mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
             mosaic.full((TILE,), 0.0, mosaic.ROW),
         )
-        carry = lax.cond((me == 0) & (start < end), lambda: attend_own(tiles, start, nothing), lambda: nothing)
-        first = start + 1 - me  # of the tiles whose weights the other finds
+        first = start + me
+        carry = lax.cond((first > start) & (start < end), lambda: other(start, nothing), lambda: nothing)
         pairs = lax.div(jnp.maximum(end - first, 0), 2)
-        carry = lax.fori_loop(0, pairs, lambda i, carry: attend_both(tiles, first + 2 * i, carry), carry)
+
+        def pair(i, carry):
+            return other(first + 2 * i + 1, own(first + 2 * i, carry))
+
+        carry = lax.fori_loop(0, pairs, pair, carry)
         last = first + 2 * pairs
-        return lax.cond(last < end, lambda: attend_other(tiles, last, carry), lambda: carry)
+        return lax.cond(last < end, lambda: own(last, carry), lambda: carry)
 
     def fetch():
         block.fetch_queries(q_s, q_in)
