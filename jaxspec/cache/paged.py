@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.pages import PageGeometry, locate
 from jaxspec.mesh import DCP, PP, TP, rank, split
-from pallas_kernels.kv_commit import commit_rows
+from pallas_kernels.kv_commit import commit_rows, kernel
 
 
 @jax.tree_util.register_dataclass
@@ -36,13 +36,15 @@ class TargetCache:
         is_written: Bool[Array, "B A"],
         page_table: Int[Array, "B M"],
         geometry: PageGeometry,
+        *,
+        by_kernel: bool = False,
     ) -> "TargetCache":
-        """Moves accepted rows of B slots from `pending` to the pages of their positions, on the rank that owns each."""
-        layers, _, _, t, k, d = self.pending.shape[1:]
-        rows = lax.dynamic_slice(self.pending[0], (0, 0, first_slot, 0, 0, 0), (layers, 2, len(page_table), t, k, d))
-        page, offset, is_mine = local_address(positions, page_table, geometry)
-        pages = commit_rows(self.pages[0], rows, nodes, page, offset, is_mine & is_written)
-        return dataclasses.replace(self, pages=pages[None])
+        """Moves accepted rows of B slots from `pending` to the pages of their positions, on the rank that owns each.
+
+        Args:
+          by_kernel: with the kernel for Hopper GPUs, where it takes these shapes.
+        """
+        return self._write(self.pending[0], first_slot, nodes, positions, is_written, page_table, geometry, by_kernel)
 
     def put_pending(
         self, first_slot: Int[Array, ""], rows: Float[Array, "L 2 B T K D"], is_written: Bool[Array, ""]
@@ -60,12 +62,23 @@ class TargetCache:
         is_written: Bool[Array, "C"],
         page_row: Int[Array, "M"],
         geometry: PageGeometry,
+        *,
+        by_kernel: bool = False,
     ) -> "TargetCache":
         """Writes prompt K/V straight into pages."""
-        page, offset, is_mine = local_address(positions[None], page_row[None], geometry)
         nodes = jnp.arange(rows.shape[2])[None]
         rows = rows.astype(self.pages.dtype)[:, :, None]
-        pages = commit_rows(self.pages[0], rows, nodes, page, offset, is_mine & is_written)
+        chunk = positions[None], is_written[None], page_row[None]
+        return self._write(rows, 0, nodes, *chunk, geometry, by_kernel)
+
+    def _write(self, rows, first_row, nodes, positions, is_written, page_table, geometry, by_kernel) -> "TargetCache":
+        page, offset, is_mine = local_address(positions, page_table, geometry)
+        *_, kv_heads, head_dim = rows.shape
+        broken = kernel.unsupported(
+            dtype=self.pages.dtype, pending_dtype=rows.dtype, kv_heads=kv_heads, head_dim=head_dim
+        )
+        commit = kernel.commit_rows if by_kernel and not broken else commit_rows
+        pages = commit(self.pages[0], rows, first_row, nodes, page, offset, is_mine & is_written)
         return dataclasses.replace(self, pages=pages[None])
 
 

@@ -152,7 +152,8 @@ class VisitAttention:
         chunk, output = lax.optimization_barrier((rows[:, :, b * t : b * t + len(step)], output))
         positions = self.lane.start + step
         is_written = step < self.lane.length
-        return cache.put_rows(chunk, positions, is_written, self.lane.page_row, self.geometry), output
+        where = positions, is_written, self.lane.page_row, self.geometry
+        return cache.put_rows(chunk, *where, by_kernel=self.attention == PALLAS), output
 
     def _trees(self, layer: int, q: Array, k: Array, v: Array) -> Float[Array, "B T own_H D"]:
         if self.attention == PALLAS:

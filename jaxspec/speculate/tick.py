@@ -15,7 +15,7 @@ from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.slots import SlotTable
 from jaxspec.mesh import PP, XLA, Collectives, rank
 from jaxspec.models.decoder import Decoder, pad_rows
-from jaxspec.speculate.attention import New, VisitAttention
+from jaxspec.speculate.attention import PALLAS, New, VisitAttention
 from jaxspec.speculate.commands import SlotCommands
 from jaxspec.speculate.lane import LaneRows
 from jaxspec.speculate.state import StepSpec, StepState, Streams
@@ -123,7 +123,8 @@ def commit(
     step = jnp.arange(spec.path_length)
     is_written = (step < rows.pending_count[:, None]) & is_occupied
     positions = (rows.length - rows.pending_count)[:, None] + step
-    return state.cache.commit(first_slot, rows.path, positions, is_written, rows.page_table, spec.geometry)
+    where = positions, is_written, rows.page_table, spec.geometry
+    return state.cache.commit(first_slot, rows.path, *where, by_kernel=spec.attention == PALLAS)
 
 
 def _entering(target: Decoder, tokens: Int[Array, "*R"], arrived: Streams) -> Streams:

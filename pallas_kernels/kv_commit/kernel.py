@@ -5,11 +5,10 @@ reference puts zeros. A block brings one node's rows of some layers into shared 
 them to their page by another, so it needs no registers and no arithmetic on addresses; a block of a row that is not
 written ends at once.
 
-Where it applies: a cache that the caller donates (without that XLA copies it first, as for the reference), rows of a
-multiple of 16 bytes. It saves less than it seems to: XLA compiles the reference for an H200 to one fused gather and
-scatter, in place and without a temporary, beside a small launch that checks `nodes`. What is left to win is that a
-thread of that scatter finds the addresses of each element for itself, and that it also writes the rows that are not
-accepted, all to page 0; a few accepted tokens are a few MB at most. Take the kernel where a measurement says so.
+It takes a cache that the caller donates (without that XLA copies it first, as for the reference), and rows of a
+multiple of 16 bytes. For the reference XLA makes one fused gather and scatter for an H200, in place and without a
+temporary too, but a thread of it finds the addresses of each element for itself, and writes the rows that are not
+accepted as well, all to page 0: it takes two to eight times as long (docs/kernels.md).
 """
 
 import jax
@@ -27,7 +26,8 @@ _BLOCK_BYTES = 2**15  # of shared memory: several blocks on a multiprocessor, so
 
 def commit_rows(
     pages: Float[Array, "L 2 P S K D"],
-    pending: Float[Array, "L 2 B T K D"],
+    pending: Float[Array, "L 2 slots T K D"],
+    first_slot: int | Int[Array, ""],
     nodes: Int[Array, "B A"],
     page: Int[Array, "B A"],
     offset: Int[Array, "B A"],
@@ -35,11 +35,12 @@ def commit_rows(
     *,
     interpret: bool | plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "L 2 P S K D"]:
-    """Writes `pending[:, :, b, nodes[b, a]]` to `pages[:, :, page[b, a], offset[b, a]]`, in every layer.
+    """Writes `pending[:, :, first_slot + b, nodes[b, a]]` to `pages[:, :, page[b, a], offset[b, a]]`, in every layer.
 
     Args:
       pages: the cache; updated in place where it is donated.
-      pending, nodes, page, offset: as of the reference. No two written rows may have the same page and offset.
+      pending, first_slot, nodes, page, offset: as of the reference. No two written rows may have the same page and
+        offset.
       is_written: rows that are false touch no page; their node, page and offset are not read.
       interpret: simulate the kernel on the CPU; None does where that is the default backend.
 
@@ -56,19 +57,20 @@ def commit_rows(
     slabs = pages.shape[0] * pages.shape[1]  # keys and values of a layer are one each
     per_block = _slabs_per_block(slabs, kv_heads * head_dim * pages.dtype.itemsize)
 
-    def body(pending_ref, nodes_ref, page_ref, offset_ref, is_written_ref, pages_ref, rows_s, arrived):
+    def body(pending_ref, first_ref, nodes_ref, page_ref, offset_ref, is_written_ref, pages_ref, rows_s, arrived):
         b, a = lax.axis_index("sequence"), lax.axis_index("row")
         some = pl.ds(lax.axis_index("slabs") * per_block, per_block)
 
         @pl.when(is_written_ref[b, a] != 0)
         def _():
-            plgpu.copy_gmem_to_smem(pending_ref.at[some, b, nodes_ref[b, a]], rows_s, arrived)
+            plgpu.copy_gmem_to_smem(pending_ref.at[some, first_ref[0] + b, nodes_ref[b, a]], rows_s, arrived)
             plgpu.barrier_wait(arrived)
             plgpu.copy_smem_to_gmem(rows_s, pages_ref.at[some, page_ref[b, a], offset_ref[b, a]])
             plgpu.wait_smem_to_gmem(0)
 
     ref = jax.new_ref(pages.reshape(slabs, *pages.shape[2:4], lines, columns))
-    tables = (x.astype(jnp.int32) for x in (nodes, page, offset, is_written))
+    first = jnp.reshape(jnp.int32(first_slot), 1)
+    tables = (x.astype(jnp.int32) for x in (first, nodes, page, offset, is_written))
     plgpu.kernel(
         body,
         grid=(*nodes.shape, slabs // per_block),

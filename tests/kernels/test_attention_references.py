@@ -283,13 +283,13 @@ def test_commit_moves_the_named_nodes_in_every_layer_and_nothing_else():
     expected = pages.copy()
     for b, a in np.argwhere(is_written):
         expected[:, :, page[b, a], offset[b, a]] = pending[:, :, b, nodes[b, a]]
-    np.testing.assert_array_equal(commit(pages, pending, nodes, page, offset, is_written), expected)
+    np.testing.assert_array_equal(commit(pages, pending, 0, nodes, page, offset, is_written), expected)
 
 
 def test_rows_that_commit_drops_leave_zeros_in_the_trash_page_whatever_they_hold():
     pages, pending, nodes, page, offset = draw_commit()
     pages[:, :, 0] = 5
-    committed = commit(pages, np.full_like(pending, np.nan), nodes, page, offset, np.zeros((3, 2), bool))
+    committed = commit(pages, np.full_like(pending, np.nan), 0, nodes, page, offset, np.zeros((3, 2), bool))
     np.testing.assert_array_equal(committed[:, :, 1:], pages[:, :, 1:])
     assert np.all(np.isin(committed[:, :, 0], (0, 5)))
     assert np.all(np.asarray(committed[:, :, 0])[:, :, np.unique(offset)] == 0)

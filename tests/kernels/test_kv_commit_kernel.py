@@ -18,6 +18,7 @@ from pallas_kernels.kv_commit.kernel import commit_rows
 LAYERS, PAGE_SIZE, NODES, ROWS = 3, 8, 5, 4
 COUNTS = (0, 1, ROWS, 3)  # rows written of each sequence
 PAGES = 1 + 2 * len(COUNTS)
+FIRST = 2  # slot of the sequences
 
 commit = jax.jit(lambda *arrays: commit_rows(*arrays, interpret=INTERPRET if jax.default_backend() == "cpu" else False))
 
@@ -31,7 +32,8 @@ def draw(kv_heads: int, head_dim: int, dtype: str) -> tuple[jax.Array, ...]:
     is_written = np.arange(ROWS) < np.array(COUNTS)[:, None]
     return (
         jnp.asarray(random.standard_normal((LAYERS, 2, PAGES, PAGE_SIZE, *row)), dtype),
-        jnp.asarray(random.standard_normal((LAYERS, 2, batch, NODES, *row)), dtype),
+        jnp.asarray(random.standard_normal((LAYERS, 2, FIRST + batch + 1, NODES, *row)), dtype),
+        jnp.int32(FIRST),
         jnp.asarray(random.integers(NODES, size=(batch, ROWS)), jnp.int32),
         jnp.asarray(places // PAGE_SIZE, jnp.int32),
         jnp.asarray(places % PAGE_SIZE, jnp.int32),
@@ -52,14 +54,14 @@ def test_equals_the_reference_but_leaves_page_0_alone(kv_heads, head_dim, dtype,
 
 
 def test_rows_that_are_not_accepted_touch_no_page_and_their_addresses_are_not_read():
-    pages, pending, nodes, page, offset, is_written = draw(2, 64, "bfloat16")
+    pages, pending, first, nodes, page, offset, is_written = draw(2, 64, "bfloat16")
     nowhere = [jnp.where(is_written, x, 2**30) for x in (nodes, page, offset)]
     actual, expected = (
-        commit(pages, pending, *nowhere, is_written),
-        commit(pages, pending, nodes, page, offset, is_written),
+        commit(pages, pending, first, *nowhere, is_written),
+        commit(pages, pending, first, nodes, page, offset, is_written),
     )
     np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(expected, np.float32))
-    unchanged = commit(pages, pending * np.nan, *nowhere, jnp.zeros_like(is_written))
+    unchanged = commit(pages, pending * np.nan, first, *nowhere, jnp.zeros_like(is_written))
     np.testing.assert_array_equal(np.asarray(unchanged, np.float32), np.asarray(pages, np.float32))
 
 
@@ -78,7 +80,7 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(s
         jnp.zeros((2, 1), jnp.int32),
     )
     with pytest.raises(ValueError, match=rule) as raised:
-        commit_rows(pages, pending, index, index, index, index == 0)
+        commit_rows(pages, pending, 0, index, index, index, index == 0)
     assert "use the reference" in str(raised.value)
 
 
@@ -91,10 +93,11 @@ def test_compiles_for_an_h200_as_one_launch_that_updates_the_cache_in_place(laye
         return jax.ShapeDtypeStruct(shape, dtype)
 
     pages = argument(jnp.bfloat16, layers, 2, 129, 64, kv_heads, head_dim)
-    pending = argument(jnp.bfloat16, layers, 2, batch, nodes, kv_heads, head_dim)
+    pending = argument(jnp.bfloat16, layers, 2, 2 * batch, nodes, kv_heads, head_dim)
     index = argument(jnp.int32, batch, rows)
     run = jax.jit(lambda *arrays: commit_rows(*arrays, interpret=False), donate_argnums=0)
-    arguments = (pages, pending, index, index, index, argument(jnp.bool, batch, rows))
+    first_slot = argument(jnp.int32)
+    arguments = (pages, pending, first_slot, index, index, index, argument(jnp.bool, batch, rows))
     compiled, report = compile_for_h200(run, arguments, monkeypatch, capfd)
     assert_without_spills(report)
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 1

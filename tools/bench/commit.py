@@ -40,7 +40,7 @@ class Commit:
     def work(self, has_peers: bool) -> Work:
         def attend(commit) -> Attend:
             is_written = np.tile(np.arange(self.tokens) < self.accepted, (self.batch, 1))
-            return lambda pages, x, i: commit(pages, x.pending, x.nodes[i], x.page[i], x.offset[i], is_written)
+            return lambda pages, x, i: commit(pages, x.pending, 0, x.nodes[i], x.page[i], x.offset[i], is_written)
 
         kernel, reference = attend(by_kernel), attend(by_reference)
 
