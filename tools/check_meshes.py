@@ -1,10 +1,12 @@
 """Every mesh that fits the devices there are: the same texts as on one device, the memory that was planned, the speed.
 
     python tools/check_meshes.py
-    python tools/check_meshes.py --meshes 2,2,1 4,1,1 --draft runs/smollm2-eagle3/head --exchange peers
+    python tools/check_meshes.py --meshes 2,2,1 4,1,1 --drafts runs/smollm2-eagle3/head --exchange peers
+    python tools/check_meshes.py --drafts eagle3 --greedy --jobs 4 --contexts --dtype bfloat16 --against reference
 
 Each mesh and placement of the tail is run by a process of its own, `--jobs` of them at once, which is killed when it
-takes too long: what it was at is then in the table. Texts are SmolLM2's, greedy and sampled, with every draft and tree.
+takes too long: what it had found by then, and what it was at, is in the table. Most of the time is the compiler's, for
+every draft, tree and kind of sampling has programs of its own. Texts are SmolLM2's, with every draft and tree.
 Where a greedy token differs from that of one device, `lead` says by how much the likeliest token led the second there:
 rounding explains small leads only. Speeds are those of `bench/step.py`, for random weights of Llama-3.1-8B's shape.
 """
@@ -18,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.staging import whole_file
 from jaxspec.evaluate.acceptance import first_difference
 
 ONE = "1,1,1"
@@ -35,14 +38,15 @@ PROMPTS = [
     "What is 17 times 23? Show how you work it out, step by step.",
 ]
 GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=0.8, top_p=0.95, seed=7)
-TREES = {"none": ["none"], "ngram": ["chain:4"]}
+TREES = {"none": ["none"], "ngram": ["chain:4"]}  # of others:
 HEAD_TREES = ["chain:4", "dynamic:steps=4,topk=4,nodes=16"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="those that don't fit are left out")
-    parser.add_argument("--draft", help="an EAGLE-3 head of SmolLM2, beside n-grams")
+    parser.add_argument("--drafts", nargs="+", default=["none", "ngram", "eagle3"], help="names, or heads of SmolLM2")
+    parser.add_argument("--greedy", action="store_true", help="no sampled texts")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--against", help="attention of the one device that all are compared with (default: the same)")
@@ -66,38 +70,40 @@ def main() -> None:
     print(f"# {count} devices: meshes {' '.join(meshes) or 'none of those asked for'}", flush=True)
     tasks = [(mesh, placement) for mesh in [ONE, *meshes] for placement in placements(mesh)]
     against = argparse.Namespace(**vars(options) | {"attention": options.against or options.attention})
+    print(
+        "mesh | tail | draft | tree | sampling | tokens | lead | accepted lengths | MiB planned | MiB in use",
+        flush=True,
+    )
     with ThreadPoolExecutor(options.jobs) as pool:
         waited_for = pool.submit(run_process, against, "texts", ONE, tail="last")
         others = [task for task in tasks if task != (ONE, "last") or options.against]
-        ends = pool.map(lambda task: run_process(options, "texts", task[0], tail=task[1]), others)
-        results = dict(zip(others, ends, strict=True))
+        ends = [pool.submit(run_process, options, "texts", mesh, tail=tail) for mesh, tail in others]
         expected = waited_for.result()
-    results = {(ONE, "last"): expected} | results
-    print("mesh | tail | draft | tree | sampling | tokens | lead | accepted lengths | MiB planned | MiB in use")
-    for task in tasks:
-        show_texts(options, *task, results[task], expected)
+        if not options.against or expected["end"] != "done":
+            show_texts(options, expected, expected)
+        for ended in as_completed(ends):
+            show_texts(options, ended.result(), expected)
+    results = [expected, *(ended.result() for ended in ends)]
     speeds = list(measure_speeds(options, [ONE, *meshes]))
     if options.output:
-        options.output.write_text(json.dumps({"texts": list(results.values()), "speeds": speeds}, indent=1))
+        options.output.write_text(json.dumps({"texts": results, "speeds": speeds}, indent=1))
 
 
 def placements(mesh: str) -> list[str]:
     return ["last", "spread"] if int(mesh.split(",")[0]) > 1 else ["last"]
 
 
-def show_texts(
-    options: argparse.Namespace, mesh: str, tail: str, found: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    """A row for each run of a mesh, or one that says where it ended."""
-    if found["end"] != "done":
-        print(mesh, tail, found["end"], f"while it was at: {found['at']}", sep=" | ", flush=True)
-        return
-    by_name = {(run["draft"], run["tree"], run["sampling"]): run for run in expected.get("result") or []}
+def show_texts(options: argparse.Namespace, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A row for each run of a mesh, and one that says where it ended."""
+    mesh, tail = found["mesh"], found["tail"]
+    by_name = {(run["draft"], run["tree"], run["sampling"]): run for run in expected["result"]}
     for run in found["result"]:
         reference = by_name.get((run["draft"], run["tree"], run["sampling"]))
         verdicts = ["-", "-", "-"] if reference is None else compare(options, run, reference)
         row = [mesh, tail, run["draft"], run["tree"], run["sampling"], *verdicts, run["planned"], run["in_use"]]
         print(*row, sep=" | ", flush=True)
+    if found["end"] != "done":
+        print(mesh, tail, found["end"], f"while it was at: {found['at']}", sep=" | ", flush=True)
 
 
 def compare(options: argparse.Namespace, run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
@@ -146,7 +152,7 @@ def run_process(
     with tempfile.TemporaryDirectory() as directory:
         given, at, result = (Path(directory) / name for name in ("given", "at", "result"))
         given.write_text(json.dumps(texts))
-        command = [sys.executable, __file__, *arguments_of(options), "--child", f"{task}:{mesh}:{tail}", directory]
+        command = [sys.executable, __file__, "--child", f"{task}:{mesh}:{tail}", directory, *arguments_of(options)]
         end, error = wait(command, options.limit)
         return {
             "mesh": mesh,
@@ -154,13 +160,14 @@ def run_process(
             "end": end,
             "at": at.read_text() if at.is_file() else "start",
             "error": error,
-            "result": json.loads(result.read_text()) if result.is_file() else None,
+            "result": json.loads(result.read_text()) if result.is_file() else [],
         }
 
 
 def arguments_of(options: argparse.Namespace) -> list[str]:
-    names = ("dtype", "attention", "exchange", "max_tokens", "prompts", "draft")
-    return [f"--{name.replace('_', '-')}={value}" for name in names if (value := getattr(options, name)) is not None]
+    names = ("dtype", "attention", "exchange", "max_tokens", "prompts")
+    named = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return [*named, *["--greedy"] * options.greedy, "--drafts", *options.drafts]
 
 
 def wait(command: list[str], limit: float) -> tuple[str, str]:
@@ -194,15 +201,21 @@ def run_child(options: argparse.Namespace, what: str, directory: str) -> None:
     def say(what: str) -> None:
         (folder / "at").write_text(f"{what}, {time.strftime('%H:%M:%S')}")
 
+    def keep(result: Any) -> None:
+        with whole_file(folder / "result") as partial:
+            partial.write_text(json.dumps(result))
+
     given = json.loads((folder / "given").read_text())
     say("start of JAX")
     if task == "count":
-        result: Any = count_devices(options)
+        keep(count_devices(options))
     elif task == "leads":
-        result = measure_leads(options, given)
+        keep(measure_leads(options, given))
     else:
-        result = list(make_texts(options, mesh, tail, say))
-    (folder / "result").write_text(json.dumps(result))
+        made: list[dict[str, Any]] = []
+        for texts in make_texts(options, mesh, tail, say):
+            made.append(texts)
+            keep(made)
 
 
 def count_devices(options: argparse.Namespace) -> int:
@@ -228,8 +241,9 @@ def make_texts(options: argparse.Namespace, mesh: str, tail: str, say: Any) -> I
 
     from jaxspec import LLM, SamplingParams
 
-    trees = TREES | ({options.draft: HEAD_TREES} if options.draft else {})
-    for draft, tree in ((draft, tree) for draft, each in trees.items() for tree in each):
+    samplings = {"greedy": GREEDY} | ({} if options.greedy else {"sampled": SAMPLED})
+    pairs = [(draft, tree) for draft in options.drafts for tree in TREES.get(draft, HEAD_TREES)]
+    for draft, tree in pairs:
         name = f"draft {draft}, tree {tree}"
         say(f"{name}: making it")
         llm = LLM(
@@ -245,7 +259,7 @@ def make_texts(options: argparse.Namespace, mesh: str, tail: str, say: Any) -> I
             report=lambda line, name=name: say(f"{name}: {line}"),
         )
         stats = jax.devices()[0].memory_stats()
-        for sampling, settings in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        for sampling, settings in samplings.items():
             say(f"{name}: {sampling}")
             params = SamplingParams(max_tokens=options.max_tokens, **settings)
             outputs = llm.generate(PROMPTS[: options.prompts], params, show_progress=False)
