@@ -173,16 +173,21 @@ class LLM:
         Args:
           prompts: one prompt or many; more than `max_num_seqs` wait their turn.
           params: for all, or one for each.
-          show_progress: a bar on stderr, where that is a terminal and there are several prompts.
+          show_progress: where there are several prompts, a bar on stderr; where that is no terminal, `report` gets a
+            line now and then.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         each: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise UserError(f"{len(each)} sampling parameters for {len(many)} prompts: give one, or one for each")
         transcripts = [self._open(prompt, own) for prompt, own in zip(many, each, strict=True)]
-        with progress_bar("generating", len(many), show_progress and len(many) > 1) as advance:
+        is_shown = show_progress and len(many) > 1
+        started, tokens = time.perf_counter(), 0
+        with progress_bar("generating", len(many), is_shown, say=self._report) as advance:
             for _, chunk in self._run(transcripts):
-                advance(chunk.finish_reason is not None)
+                tokens += len(chunk.tokens)
+                if chunk.finish_reason is not None:  # a round is too short for more
+                    advance(1, f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
         return [transcript.output(prompt) for transcript, prompt in zip(transcripts, many, strict=True)]
 
     def stream(
