@@ -38,7 +38,7 @@ PROMPTS = [
     "What is 17 times 23? Show how you work it out, step by step.",
 ]
 GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=0.8, top_p=0.95, seed=7)
-TREES = {"none": ["none"], "ngram": ["chain:4"]}  # of others:
+TREES = {"none": ["none"], "ngram": ["chain:4"]}
 HEAD_TREES = ["chain:4", "dynamic:steps=4,topk=4,nodes=16"]
 
 
@@ -65,7 +65,10 @@ def main() -> None:
         run_child(options, *options.child)
         return
 
-    count = run_process(options, "count", ONE)["result"]
+    counted = run_process(options, "count", ONE)
+    if counted["end"] != "done":
+        sys.exit(f"check_meshes: the process that counts devices {counted['end']}: {counted['error']}")
+    count = counted["result"]
     meshes = [mesh for mesh in options.meshes if math.prod(map(int, mesh.split(","))) <= count]
     print(f"# {count} devices: meshes {' '.join(meshes) or 'none of those asked for'}", flush=True)
     tasks = [(mesh, placement) for mesh in [ONE, *meshes] for placement in placements(mesh)]
@@ -128,19 +131,21 @@ def verdict(differ: int, count: int) -> str:
 
 def measure_speeds(options: argparse.Namespace, meshes: list[str]) -> Iterator[dict[str, Any]]:
     for context in options.contexts:
-        print(f"# {options.shape}, context {context}: mesh | tail | batch | tree | ms/round | floor ms | ratio")
+        print(
+            f"# {options.shape}, context {context}: mesh | tail | exchange | batch | tree | ms/round | floor ms | ratio"
+        )
         for mesh in meshes:
             with tempfile.TemporaryDirectory() as directory:
                 rows = Path(directory) / "rows.json"
                 sizes = ["--context", str(context), "--batch", *map(str, options.batch), "--shape", options.shape]
-                sizes += ["--attention", options.attention]
+                sizes += ["--attention", options.attention, "--exchange", options.exchange]
                 command = [sys.executable, str(STEP), "--meshes", mesh, *sizes, "--output", str(rows)]
                 end, _ = wait(command, options.limit)
                 measured = json.loads(rows.read_text()) if rows.is_file() else []
             if end != "done":
                 print(mesh, end, sep=" | ", flush=True)
             for row in measured:
-                names = ("mesh", "tail", "batch", "tree", "ms/round", "floor ms", "ratio")
+                names = ("mesh", "tail", "exchange", "batch", "tree", "ms/round", "floor ms", "ratio")
                 print(*(row[name] for name in names), sep=" | ", flush=True)
                 yield row | {"context": context}
 

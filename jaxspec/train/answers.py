@@ -30,7 +30,7 @@ from jaxspec.progress import progress_bar
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.config import DataConfig
-from jaxspec.train.contamination import NOTHING, Measured, holds_measured, last_questions, measured_by
+from jaxspec.train.contamination import NOTHING, Measured, holds_measured, measured_by, own_questions
 from jaxspec.train.dataset import HELDOUT, MANIFEST, TRAIN, Dataset, Record, finish_dataset, shard_path, write_records
 
 # What a run that is stopped loses at most, beside the answers that are being written.
@@ -203,7 +203,7 @@ def _read_prompts(
 
 def _is_avoided(messages: Iterable[Mapping[str, Any]], measured: Measured) -> bool:
     asked = (message["content"] for message in messages if message["role"] == "user")
-    return any(holds_measured(text, last_questions(text), measured) for text in asked)
+    return any(holds_measured(text, own_questions(text), measured) for text in asked)
 
 
 def _check_length(tokens: Sequence[int], config: DataConfig, limit: int, where: str) -> None:

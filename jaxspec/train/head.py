@@ -157,6 +157,8 @@ def export_head(
 ) -> None:
     """Writes a head as SpecForge publishes them, in bfloat16: SGLang, vLLM and jaxspec load it.
 
+    A head without a vocabulary of its own says so by `draft_vocab_size` null: given the target's size instead, SGLang
+    waits for an output head that is not in the file, and leaves its own as it was made, at random (its issue 27829).
     The list of taps is left out where it is the usual one, for SGLang and vLLM read such lists differently (SGLang as
     outputs of 0-based layers, as it is written here, vLLM as layers before them).
 
@@ -183,7 +185,7 @@ def _published_config(config: Eagle3Config, target: ModelConfig) -> dict[str, An
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "vocab_size": layer.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size if config.has_head else None,
         "hidden_size": layer.hidden_size,
         "target_hidden_size": config.target_hidden_size,
         "intermediate_size": layer.intermediate_size,

@@ -45,7 +45,7 @@ class Plan:
       warpgroups: of a block, that multiply.
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory; all but the one in use are on their way.
-      is_cluster: the blocks of all splits merge their results themselves; else that is another launch or two.
+      is_cluster: the blocks of all splits merge their results themselves; else that is another launch.
       producer: one more warpgroup fetches; else the first does beside its products.
     """
 
@@ -60,6 +60,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.is_cluster and self.splits not in _CLUSTERS:
             raise ValueError(f"splits={self.splits} must be one of {_CLUSTERS} to be a cluster")
+        if self.producer and self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2 with a producer, which waits for a free one")
 
     @property
     def registers(self) -> tuple[int, int] | None:

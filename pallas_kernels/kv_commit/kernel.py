@@ -40,7 +40,7 @@ def commit_rows(
     Args:
       pages: the cache; updated in place where it is donated.
       pending, first_slot, nodes, page, offset: as of the reference. No two written rows may have the same page and
-        offset.
+        offset, and nothing moves a `first_slot` back that leaves too few slots.
       is_written: rows that are false touch no page; their node, page and offset are not read.
       interpret: simulate the kernel on the CPU; None does where that is the default backend.
 

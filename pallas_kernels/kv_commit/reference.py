@@ -19,7 +19,7 @@ def commit_rows(
     Args:
       pages: the cache; updated in place where it is donated.
       pending: keys and values of the tree nodes of all sequences.
-      first_slot: of the B sequences.
+      first_slot: of the B sequences, which all have slots.
       nodes: which node each row moves.
       page, offset: where to.
       is_written: rows that are false write zeros to page 0, which belongs to no sequence.

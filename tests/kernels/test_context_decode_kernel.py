@@ -225,6 +225,11 @@ def test_a_cluster_of_a_size_that_none_has_is_refused():
         dataclasses.replace(Plan.of(1, 32, 8, 128, 17), splits=3)
 
 
+def test_a_producer_that_would_wait_for_ever_is_refused():
+    with pytest.raises(ValueError, match="stages=1 must be at least 2 with a producer"):
+        dataclasses.replace(Plan.of(1, 32, 8, 128, 17), stages=1)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200 import NEEDS_COMPILER, assert_without_spills, compile_for_h200
+from jax.sharding import PartitionSpec as P
 from kernel_cases import INTERPRET
 
+from jaxspec.cache.paged import TargetCache
+from jaxspec.cache.pages import PageGeometry
+from jaxspec.mesh import MeshShape, make_mesh
 from pallas_kernels.kv_commit import commit_rows as commit_by_reference
 from pallas_kernels.kv_commit.kernel import commit_rows
 
@@ -82,6 +86,29 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(s
     with pytest.raises(ValueError, match=rule) as raised:
         commit_rows(pages, pending, 0, index, index, index, index == 0)
     assert "use the reference" in str(raised.value)
+
+
+def test_the_cache_is_written_alike_by_the_kernel():
+    """Accepted rows of some slots, and a chunk, by their positions."""
+    pages, pending, first, nodes, *_, is_written = draw(2, 64, "bfloat16")
+    geometry = PageGeometry(PAGE_SIZE, 1)
+    table = 1 + jnp.arange(PAGES - 1, dtype=jnp.int32).reshape(len(COUNTS), 2)
+    positions = PAGE_SIZE - 2 + jnp.tile(jnp.arange(ROWS), (len(COUNTS), 1))
+
+    def write(by_kernel: bool):
+        def body(cache):
+            cache = cache.commit(first, nodes, positions, is_written, table, geometry, by_kernel=by_kernel)
+            chunk, count = cache.pending[0][:, :, 0], jnp.arange(NODES)
+            return cache.put_rows(chunk, count, count < 3, table[0], geometry, by_kernel=by_kernel)
+
+        mapped = jax.shard_map(body, mesh=make_mesh(MeshShape(1, 1, 1)), in_specs=P(), out_specs=P(), check_vma=False)
+        return np.asarray(jax.jit(mapped)(TargetCache(pages[None], pending[None])).pages[0], np.float32)
+
+    kernel, reference = write(True), write(False)
+    np.testing.assert_array_equal(kernel[:, :, 1:], reference[:, :, 1:])
+    before = np.asarray(pages, np.float32)
+    np.testing.assert_array_equal(kernel[:, :, 0], before[:, :, 0])
+    assert np.any(kernel[:, :, 1, :3] != before[:, :, 1, :3]) and np.any(kernel[:, :, 8] != before[:, :, 8])
 
 
 @NEEDS_COMPILER

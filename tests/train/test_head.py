@@ -121,6 +121,17 @@ def test_the_usual_taps_are_not_written_since_tools_count_them_differently(tmp_p
     assert Eagle3.open(tmp_path / "head").fit(target).taps == (2, 6, 9)
 
 
+def test_a_head_without_a_vocabulary_of_its_own_says_so(tmp_path):
+    """SGLang borrows the target's output head where the size is null, and only there."""
+    config = head_config(HeadConfig(taps=(1, 2, 4)), TARGET)
+    export_head(tmp_path / "head", config, TARGET, initial_tensors(config, TARGET, read_target, np.arange(0), 0))
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert "draft_vocab_size" in raw and raw["draft_vocab_size"] is None
+    assert not {"lm_head.weight", "d2t", "t2d"} & load_file(tmp_path / "head" / "model.safetensors").keys()
+    read = Eagle3.open(tmp_path / "head").config
+    assert (read.draft_vocab_size, read.has_head) == (TARGET.vocab_size, False)
+
+
 def test_a_new_head_ends_as_its_target_does_and_depends_on_its_seed():
     config = head_config(HeadConfig(taps=(1, 2, 4), draft_vocab_size=5), TARGET)
     ids = np.array([3, 7, 8, 100, 255])
