@@ -37,7 +37,7 @@ class TargetCache:
         page_table: Int[Array, "B M"],
         geometry: PageGeometry,
         *,
-        by_kernel: bool = False,
+        by_kernel: bool,
     ) -> "TargetCache":
         """Moves accepted rows of B slots from `pending` to the pages of their positions, on the rank that owns each.
 
@@ -63,7 +63,7 @@ class TargetCache:
         page_row: Int[Array, "M"],
         geometry: PageGeometry,
         *,
-        by_kernel: bool = False,
+        by_kernel: bool,
     ) -> "TargetCache":
         """Writes prompt K/V straight into pages."""
         nodes = jnp.arange(rows.shape[2])[None]

@@ -39,7 +39,7 @@ def measured_by(questions: Iterable[Question]) -> Measured:
         earlier = [message["content"] for message in question.context if message["role"] == "user"]
         said += [words(text) for text in (*earlier, *question.turns)]
     ends = {turn[-count:] for turn in said for count in range(SHORTEST_QUESTION, RUN)}
-    return Measured(frozenset(said) - {()}, frozenset(run for turn in said for run in _runs(turn)), frozenset(ends))
+    return Measured(frozenset(said) - {()}, frozenset(run for turn in said for run in runs(turn)), frozenset(ends))
 
 
 def holds_measured(text: str, asks: Iterable[str], measured: Measured) -> bool:
@@ -51,7 +51,7 @@ def holds_measured(text: str, asks: Iterable[str], measured: Measured) -> bool:
         return False  # texts are long and many
     said = words(text)
     is_one = said in measured.turns or any(_ends_one(question, measured) for question in asks)
-    return is_one or not measured.runs.isdisjoint(_runs(said))
+    return is_one or not measured.runs.isdisjoint(runs(said))
 
 
 def own_questions(text: str) -> list[str]:
@@ -69,16 +69,12 @@ def own_questions(text: str) -> list[str]:
     return [question for question in asked if re.search(r"[^\W\d_]", question)]
 
 
-def runs(text: str) -> set[Words]:
-    return _runs(words(text))
+def runs(said: Words) -> set[Words]:
+    return {said[at : at + RUN] for at in range(len(said) - RUN + 1)}
 
 
 def words(text: str) -> Words:
     return tuple(re.findall(r"\w+", unicodedata.normalize("NFC", text).lower()))
-
-
-def _runs(said: Words) -> set[Words]:
-    return {said[at : at + RUN] for at in range(len(said) - RUN + 1)}
 
 
 def _ends_one(question: str, measured: Measured) -> bool:

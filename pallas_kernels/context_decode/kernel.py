@@ -286,6 +286,8 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                     release(tiles, tile, key_pages, 0)
                     softened = lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
                     if plan.producer:
+                        # Of the next step already. ptxas puts the wait for the running product ahead of the softmax,
+                        # but not ahead of a loop, as this wait is.
                         await_values(tile)
                     return softened
 

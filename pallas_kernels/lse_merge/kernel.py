@@ -17,16 +17,16 @@ from jaxtyping import Array, Float
 from pallas_kernels import mosaic
 from pallas_kernels.context_decode.reference import NO_KEYS
 
-THREADS = 128
+_THREADS = 128
 _IN_FLIGHT = 32  # parts that are read at once, of 4 registers a thread each where D is 512
 
 
 def unsupported(rows: int, head_dim: int) -> str | None:
     """Why the kernel does not take tiles of so many rows, as the rule that they break, or None where it does."""
-    if head_dim % THREADS and THREADS % head_dim:
-        return f"rows of {head_dim} values must have a multiple or a part of {THREADS}, one a thread"
-    if rows * head_dim % THREADS:
-        return f"tiles of {rows} rows of {head_dim} values must have a multiple of {THREADS} values, one a thread"
+    if head_dim % _THREADS and _THREADS % head_dim:
+        return f"rows of {head_dim} values must have a multiple or a part of {_THREADS}, one a thread"
+    if rows * head_dim % _THREADS:
+        return f"tiles of {rows} rows of {head_dim} values must have a multiple of {_THREADS} values, one a thread"
     return None
 
 
@@ -61,11 +61,11 @@ def merge_splits(
     interpret = mosaic.simulation(interpret)
 
     heads = kv_heads * group
-    several = max(1, THREADS // d)  # rows of a block
+    several = max(1, _THREADS // d)  # rows of a block
     width = several * d
     chunks = -(-parts // _IN_FLIGHT)
     size = -(-parts // chunks)
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(4, width // THREADS))
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(4, width // _THREADS))
 
     def body(outputs_ref, lses_ref, o_ref, lse_ref, *shared):
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
@@ -105,29 +105,24 @@ def merge_splits(
         output, tops, totals = lax.fori_loop(0, chunks, add, carry)
         output = output / over(totals)
 
-        def place(i):
+        if several > 1:  # registers can't be cut
+            (o_s,) = shared
+            o_s[...] = output
+            plgpu.commit_smem()
+        for i in range(several):
             this = first + i
-            return sequence, lax.div(this, group), head * group + lax.rem(this, group)
 
-        for i in range(several):
+            @pl.when(this < tokens * group)
+            def put(i=i, this=this):
+                place = sequence, lax.div(this, group), head * group + lax.rem(this, group)
+                lse_ref[place] = tops[i] + jnp.log(totals[i])
+                if several > 1:
+                    plgpu.copy_smem_to_gmem(o_s.at[pl.ds(i * d, d)], o_ref.at[place])
+                else:
+                    o_ref[place] = output
 
-            @pl.when(first + i < tokens * group)
-            def put_lse(i=i):
-                lse_ref[place(i)] = tops[i] + jnp.log(totals[i])
-
-        if several == 1:
-            o_ref[place(0)] = output
-            return
-        (o_s,) = shared  # registers can't be cut
-        o_s[...] = output
-        plgpu.commit_smem()
-        for i in range(several):
-
-            @pl.when(first + i < tokens * group)
-            def put_output(i=i):
-                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(i * d, d)], o_ref.at[place(i)])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if several > 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         body,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.train.contamination import runs
+from jaxspec.train.contamination import runs, words
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_passage_prompts.py"
 
@@ -44,14 +44,14 @@ def test_what_is_measured_by_is_in_no_prompt(made):
     rows, texts, (first, second) = made
     assert any(row["prompt"].endswith(first) and row["source"] == "documents" for row in rows)
     assert not any(row["prompt"].endswith(second) for row in rows)
-    assert not any(runs(texts[5]) & runs(row["prompt"]) for row in rows)
-    assert any(runs(texts[6]) & runs(row["prompt"]) for row in rows)
+    assert not any(runs(words(texts[5])) & runs(words(row["prompt"])) for row in rows)
+    assert any(runs(words(texts[6])) & runs(words(row["prompt"])) for row in rows)
 
 
 def test_held_out_passages_share_nothing_with_those_that_are_learned(made):
     rows, *_ = made
-    learned = {run for row in rows if row["split"] == "train" for run in runs(row["prompt"])}
-    assert not any(learned & runs(row["prompt"]) for row in rows if row["split"] == "heldout")
+    learned = {run for row in rows if row["split"] == "train" for run in runs(words(row["prompt"]))}
+    assert not any(learned & runs(words(row["prompt"])) for row in rows if row["split"] == "heldout")
     assert 2 <= sum(row["split"] == "heldout" for row in rows) <= 5
 
 

@@ -81,7 +81,9 @@ def main() -> None:
     parser.add_argument("--lane", action="store_true", help="the program in which a prompt chunk rides along")
     parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample, without filters")
     parser.add_argument("--attention", choices=ATTENTION, default=AUTO)
-    parser.add_argument("--exchange", nargs="+", choices=EXCHANGE, default=[BY_XLA], help="where devices talk")
+    parser.add_argument(
+        "--exchange", nargs="+", choices=EXCHANGE, default=[BY_XLA], help="how devices talk, where there are several"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="the kernels of two dispatches by their time")
