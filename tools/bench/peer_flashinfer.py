@@ -6,11 +6,12 @@
 One query token goes through its decode kernel (tensor cores), several causally through its prefill kernel and again
 with a tree as a mask of their own; without a tree they see the context alone. Its pages hold the same numbers of tokens
 in random order. As there, time is that of one call in a chain over several sets of inputs that don't stay in the L2
-cache, here as the replay of a CUDA graph.
+cache, each of which waits for the one before by an addition; here as the replay of a CUDA graph.
 """
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 import flashinfer
 import numpy as np
@@ -44,6 +45,7 @@ def main() -> None:
     print(
         f"# {torch.cuda.get_device_name()}, FlashInfer {flashinfer.__version__}, {copy_rate() / 1e12:.2f} TB/s copied"
     )
+    print(f"# every call waits for the one before by an addition, which takes {idle_microseconds():.1f} µs alone")
     print("case | how | µs | TB/s", flush=True)
     for case in CASES:
         if case.name in options.cases:
@@ -69,14 +71,36 @@ def microseconds(case: Case, how: str) -> float:
 
     def chain() -> None:
         for call in calls:
-            call(q, cache)
+            wait_for(call(q, cache), q)
 
+    return replayed(chain, case.sets)
+
+
+def idle_microseconds() -> float:
+    """Of a call that attends to nothing: what the chain itself adds to every one."""
+    q = torch.randn((8, 32, 128), device="cuda", dtype=torch.bfloat16)
+    count = 64
+
+    def chain() -> None:
+        for _ in range(count):
+            wait_for(q, q)
+
+    return replayed(chain, count)
+
+
+def wait_for(output: torch.Tensor, q: torch.Tensor) -> None:
+    """Makes the queries known only when the output is."""
+    torch.add(q, output, alpha=0, out=q)
+
+
+def replayed(chain: Callable[[], None], calls: int) -> float:
+    """Microseconds of one of so many calls, in replays of a CUDA graph."""
     for _ in range(3):
         chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain()
-    return timed(graph.replay, case.sets)
+    return timed(graph.replay, calls)
 
 
 def planned(case: Case, how: str, table: torch.Tensor, q: torch.Tensor):
