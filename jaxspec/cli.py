@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--exchange",
         choices=EXCHANGE,
-        default="xla",
+        default="auto",
         help="how devices talk: by the collectives of XLA (xla), by stores into each other's memory (peers), or so "
         "where it can be had (auto) (default: %(default)s)",
     )

@@ -35,7 +35,7 @@ from jaxspec.tokenizer import Tokenizer
 
 TAIL_AXES = {"last": MODEL_AXES, "spread": (PP, *MODEL_AXES)}
 ATTENTION = (AUTO, REFERENCE, PALLAS)
-EXCHANGE = ("auto", BY_XLA, BY_PEERS)
+EXCHANGE = (AUTO, BY_XLA, BY_PEERS)
 _PAGE_TOKENS_PER_RANK = 64
 _LONGEST_DEFAULT_CONTEXT = 4096
 
@@ -59,8 +59,9 @@ class LLM:
       tail_placement: "last" or "spread"; None measures both on GPUs and keeps the faster.
       attention: "auto" by the kernels for Hopper GPUs where there is such a GPU and they take the model's shapes, else
         in plain JAX; "reference" always in plain JAX; "pallas" by the kernels (on a CPU simulated, one device only).
-      exchange: how devices talk: "xla" by its collectives, "peers" by stores into each other's memory (Hopper GPUs of
-        one host and one process; messages of up to 512 KiB), "auto" by stores where that can be had.
+      exchange: how devices talk: "auto" by stores into each other's memory where that can be had (Hopper GPUs of one
+        host and one process; messages of up to 512 KiB), else by the collectives of XLA; "xla" always by these; "peers"
+        by stores or not at all.
       draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
         the tool that made the head counts. None takes those that its files name, else (2, n // 2, n - 3) of n layers.
       max_num_seqs: sequences that decode at once; more wait their turn.
@@ -85,7 +86,7 @@ class LLM:
         tail_placement: str | None = None,
         *,
         attention: str = AUTO,
-        exchange: str = BY_XLA,
+        exchange: str = AUTO,
         draft_taps: Sequence[int] | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--against", help="attention of the one device that all are compared with (default: the same)")
-    parser.add_argument("--exchange", default="xla")
+    parser.add_argument("--exchange", default="auto")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help="only the first N")
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 32768], help="none measures no speeds")

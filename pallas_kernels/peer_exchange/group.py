@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Int, Int64
 from pallas_kernels.peer_exchange.layout import MAX_RANKS, Workspace
 
 _HOPPER = "9.0"
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,8 @@ def unreachable(mesh: Mesh, axes: tuple[str, ...]) -> str | None:
         return f"the devices must be Hopper GPUs, not {devices[0].device_kind}"
     if len({device.process_index for device in devices}) > 1:
         return "the devices must belong to one process, which can address the memory of all"
+    if (allocator := os.environ.get(_ALLOCATOR, "")) not in ("", "default", "bfc"):
+        return f"{_ALLOCATOR}={allocator} must be default: peers may not see the memory of another"
     for device in devices:
         for peer in devices:
             if device != peer and not _can_access(device.local_hardware_id, peer.local_hardware_id):

@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,15 @@ def test_devices_that_do_not_reach_each_other_are_refused():
     ]:
         with pytest.raises(ValueError, match=rule):
             PeerGroup.connect(mesh, axes)
+
+
+def test_memory_that_peers_may_not_see_is_refused(monkeypatch):
+    gpu = SimpleNamespace(compute_capability="9.0", process_index=0)
+    mesh = SimpleNamespace(devices=np.array([gpu, gpu]), shape={"tp": 2}, axis_names=("tp",))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR=platform must be default" in peer_exchange.unreachable(mesh, ("tp",))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    assert peer_exchange.unreachable(mesh, ("tp",)) is None  # the same device needs no access to itself
 
 
 # Compiled

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", default=["last", "spread"], help="where the mesh has stages")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--exchange", default="xla")
+    parser.add_argument("--exchange", default="auto")
     parser.add_argument("--tree", help="of every draft (default: each one's own)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--peer", action="store_true", help="transformers on the same device and weights")

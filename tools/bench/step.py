@@ -40,7 +40,7 @@ from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayout
 from jaxspec.models.registry import read_config
-from jaxspec.peers import BY_PEERS, BY_XLA, Peers, choose_exchange
+from jaxspec.peers import BY_PEERS, Peers, choose_exchange
 from jaxspec.precision import DTYPES
 from jaxspec.speculate.attention import AUTO, choose_attention
 from jaxspec.speculate.program import Variant
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="the program for slots that may sample, without filters")
     parser.add_argument("--attention", choices=ATTENTION, default=AUTO)
     parser.add_argument(
-        "--exchange", nargs="+", choices=EXCHANGE, default=[BY_XLA], help="how devices talk, where there are several"
+        "--exchange", nargs="+", choices=EXCHANGE, default=[AUTO], help="how devices talk, where there are several"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)

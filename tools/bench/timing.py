@@ -36,7 +36,7 @@ class Work:
       error: of the kernel, relative, on the first set.
       seconds: of one call, at a guess.
       columns: what a time in microseconds amounts to.
-      after: queries of the next call, of these and their output.
+      after: queries of the next call, of these and their output; None where the output is what the next call takes.
     """
 
     name: str
@@ -47,14 +47,15 @@ class Work:
     error: Callable[[Any], jax.Array]
     seconds: float
     columns: Callable[[float], dict[str, object]]
-    after: Callable[[jax.Array, jax.Array], jax.Array] = after
+    after: Callable[[jax.Array, jax.Array], jax.Array] | None = after
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Calls that wait for each other, in one program."""
+    """Calls that wait for each other, in one program; and the same program without the calls, where it has more."""
 
     program: Callable[[Any], jax.Array]
+    idle: Callable[[Any], jax.Array] | None
     calls: int
 
     @staticmethod
@@ -65,38 +66,38 @@ class Chain:
         calls = rounds * work.sets if is_whole else _CHAINED
         iterations = max(2, int(_SECONDS / work.seconds / calls))
 
-        def chain(x):
+        def chain(x, attend):
             def body(n, q):
                 for call in range(calls):
                     output = attend(q, x, call % work.sets if is_whole else lax.rem(n * calls + call, work.sets))
-                    q = work.after(q, output)
+                    q = work.after(q, output) if work.after else output
                 return q
 
             return lax.fori_loop(0, iterations, body, x.q)
 
-        return Chain(jax.jit(chain).lower(shapes).compile(), iterations * calls)
+        def idle(x):
+            of_call = jax.eval_shape(lambda x: attend(x.q, x, 0), x)
+            output = lax.optimization_barrier(jnp.zeros(of_call.shape, of_call.dtype))
+            return chain(x, lambda q, x, i: lax.optimization_barrier((output, q))[0])
 
-    def microseconds(self, x: Any) -> float:
-        """Of one call: the median of five runs after three that warm up (the first ones record graphs)."""
+        def compiled(program):
+            return jax.jit(program).lower(shapes).compile()
+
+        return Chain(compiled(lambda x: chain(x, attend)), compiled(idle) if work.after else None, iterations * calls)
+
+    def microseconds(self, x: Any) -> tuple[float, float]:
+        """Of one call, and of what makes it wait for the one before, which the first does not include."""
+        waiting = self._microseconds(self.idle, x) if self.idle else 0.0
+        return self._microseconds(self.program, x) - waiting, waiting
+
+    def _microseconds(self, program: Callable[[Any], jax.Array], x: Any) -> float:
+        """The median of five runs after three that warm up (the first ones record graphs)."""
         times = []
         for _ in range(8):
             started = time.perf_counter()
-            self.program(x).block_until_ready()
+            program(x).block_until_ready()
             times.append(time.perf_counter() - started)
         return 1e6 * float(np.median(times[3:])) / self.calls
-
-
-def idle_microseconds(q: jax.Array) -> float:
-    """Of a call that attends to nothing: what the chain itself adds to every one, where nothing is fused into it."""
-    calls, iterations = _CHAINED, 100
-
-    def body(_, q):
-        for _ in range(calls):
-            q = lax.optimization_barrier(after(q, q))
-        return q
-
-    program = jax.jit(lambda q: lax.fori_loop(0, iterations, body, q)).lower(q).compile()
-    return Chain(program, calls * iterations).microseconds(q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +131,10 @@ class Programs:
         row: dict[str, object] = {"case": self.work.name, "error": f"{error:.1e}"}
         if not error < _TOLERANCE:
             return row | {"µs": "WRONG"}
-        time_of_kernel = self.kernel.microseconds(x)
-        row |= {"µs": round(time_of_kernel, 1)} | self.work.columns(time_of_kernel)
+        time_of_kernel, waiting = self.kernel.microseconds(x)
+        row |= {"µs": round(time_of_kernel, 1), "waiting µs": round(waiting, 1)} | self.work.columns(time_of_kernel)
         for name, peer in self.peers.items():
-            row[f"{name} µs"] = peer if isinstance(peer, str) else round(peer.microseconds(x), 1)
+            row[f"{name} µs"] = peer if isinstance(peer, str) else round(peer.microseconds(x)[0], 1)
         return row
 
 
