@@ -185,9 +185,11 @@ class LLM:
         is_shown = show_progress and len(many) > 1
         started, tokens = time.perf_counter(), 0
         with progress_bar("generating", len(many), is_shown, say=self._report) as advance:
-            for _, chunk in self._run(transcripts):
-                tokens += len(chunk.tokens)
-                if chunk.finish_reason is not None:  # a round is too short for more
+            for transcript, update in self._run(transcripts):
+                tokens += len(update.token_ids)
+                if transcript.needs_every_round:
+                    self._read(transcript, update)
+                if update.sequence.is_finished:  # a round is too short for more
                     advance(1, f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
         return [transcript.output(prompt) for transcript, prompt in zip(transcripts, many, strict=True)]
 
@@ -199,8 +201,8 @@ class LLM:
         The iterator's `return` value is the `RequestOutput`.
         """
         transcript = self._open(prompt, params or SamplingParams())
-        for _, chunk in self._run([transcript]):
-            yield chunk
+        for _, update in self._run([transcript]):
+            yield self._read(transcript, update)
         return transcript.output(prompt)
 
     def warm_up(self, num_seqs: int = 1, params: SamplingParams | None = None) -> None:
@@ -242,11 +244,18 @@ class LLM:
             raise UserError(f"{name} {token} must be an id between 0 and {self.config.vocab_size - 1}")
         return token
 
-    def _run(self, transcripts: list[Transcript]) -> Iterator[tuple[Transcript, StreamChunk]]:
+    def _read(self, transcript: Transcript, update: sequences.Update) -> StreamChunk:
+        """The text of a round, which may end the request."""
+        chunk = transcript.add(update)
+        if chunk.finish_reason is not None:
+            self.engine.finish(update.sequence, chunk.finish_reason)
+        return chunk
+
+    def _run(self, transcripts: list[Transcript]) -> Iterator[tuple[Transcript, sequences.Update]]:
         """Serves requests to their ends; those left when the iterator is closed are cancelled."""
         if self._is_busy:
             raise UserError("this LLM is generating already: finish or close the other iterator first")
-        by_request = {id(transcript.sequence): transcript for transcript in transcripts}
+        unfinished = {id(transcript.sequence): transcript for transcript in transcripts}
         self._is_busy = True
         try:
             is_greedy = all(transcript.sequence.params.is_greedy for transcript in transcripts)
@@ -254,13 +263,11 @@ class LLM:
             for transcript in transcripts:
                 transcript.sequence.arrived_at = time.perf_counter()
                 self.engine.add(transcript.sequence)
-            while not all(transcript.sequence.is_finished for transcript in transcripts):
+            while unfinished:
                 for update in self.engine.step():
-                    served = by_request[id(update.sequence)]
-                    chunk = served.add(update)
-                    if chunk.finish_reason is not None:
-                        self.engine.finish(update.sequence, chunk.finish_reason)
-                    yield served, chunk
+                    yield unfinished[id(update.sequence)], update
+                    if update.sequence.is_finished:
+                        del unfinished[id(update.sequence)]
         finally:
             self._is_busy = False
             for transcript in transcripts:

@@ -59,19 +59,26 @@ class RequestOutput:
 
 
 class Transcript:
-    """Text of one sequence as its tokens arrive; ends it at a stop string."""
+    """Text of one sequence, as its tokens arrive or all at its end, which costs far less; a stop string ends it."""
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer):
         self.sequence = sequence
         self.text = ""
+        self._tokenizer = tokenizer
         self._decoder = StreamDecoder(tokenizer)
         self._stops: Items[str] = tuple(sequence.params.stop)
         self._shown = 0
+        self._has_read = False
+
+    @property
+    def needs_every_round(self) -> bool:
+        """Whether its text must be read as it arrives, for it may hold a stop string."""
+        return bool(self._stops)
 
     def add(self, update: Update) -> StreamChunk:
-        """Takes in a round. At a stop string the rest of the round is dropped from the sequence."""
+        """Takes in a round, and no later one may be left out. What follows a stop string the sequence loses."""
         tokens: list[StreamToken] = []
-        stopped = False
+        stopped, self._has_read = False, True
         for index, token in enumerate(update.token_ids):
             before = len(self.text)
             self.text += self._decoder.add(token)
@@ -109,6 +116,8 @@ class Transcript:
         sequence = self.sequence
         assert sequence.first_token_at is not None and sequence.finished_at is not None and sequence.finish_reason
         seconds, rest = sequence.finished_at - sequence.first_token_at, len(sequence.token_ids) - 1
+        if not self._has_read:
+            self.text = self._tokenizer.decode(sequence.token_ids)
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=sequence.prompt,
