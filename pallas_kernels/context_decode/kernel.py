@@ -20,10 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import mosaic
-from pallas_kernels.context_decode.plan import TILE, Plan, copied_rows, round_up, unsupported
+from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.lse_merge.kernel import merge_splits
+
+_COPIED = 8  # a copy begins at, and takes, a multiple of so many rows
 
 
 def context_decode(
@@ -106,20 +108,21 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
     num_pages, _, kv_heads = pages.shape[2:5]
     group = h // kv_heads
     grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
-    padded = mosaic.pad(grouped, 2, plan.row_tiles * plan.rows).reshape(b, kv_heads, plan.row_tiles, plan.rows, d)
+    rows = [mosaic.pad(grouped, 2, plan.row_tiles * round_up(plan.rows, _COPIED))]
+    if tree is not None:
+        # One operand, for XLA makes each by another launch. Values are last: what is read after them must be zero.
+        rows += [mosaic.pad(x.swapaxes(1, 2), 2, round_up(t, _COPIED)) for x in tree[:2]]
     operands = [
-        padded,
+        jnp.concatenate(rows, axis=2),
         pages.reshape(-1, *pages.shape[3:]),
         mosaic.first_page(layer, 2 * num_pages),
         page_table.astype(jnp.int32),
         lengths.astype(jnp.int32),
     ]
-    if tree is not None:
-        k, v, ancestors = tree
-        operands.append(mosaic.pad(jnp.stack([k, v]), 2, copied_rows(t)))
-        if t > 1:  # one node sees itself
-            operands.append(mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows))
-    output, lse = _call(plan, operands, num_pages, scale, interpret or None)
+    if tree is not None and t > 1:  # one node sees itself
+        operands.append(mosaic.row_bits(tree[2], group, plan.row_tiles, plan.rows))
+    nodes = 0 if tree is None else t
+    output, lse = _call(plan, operands, num_pages, nodes, scale, interpret or None)
     if output.shape[2] > 1:
         return merge_splits(output, lse, t, group, interpret=interpret)
     output = output.reshape(b, kv_heads, -1, d)[:, :, : t * group].reshape(b, kv_heads, t, group, d)
@@ -136,24 +139,23 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
     return None
 
 
-def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
+def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, interpret):
     """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
     part where a cluster merges the splits, else of each split."""
-    q, pages, _, page_table, _, *tree = operands
-    b, kv_heads, row_tiles, rows, d = q.shape
+    q, pages, _, page_table, _, *bits = operands
+    b, kv_heads, _, d = q.shape
+    row_tiles, rows = plan.row_tiles, plan.rows
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
     part = min(page_size, TILE)  # tokens that one copy brings
     parts, tiles_per_page = TILE // part, page_size // part
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     cluster = splits if plan.is_cluster else 1
     share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
-    nodes = tree[0].shape[2] if tree else 0
     to_log2 = scale * mosaic.LOG2_E
 
-    def body(q_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
-        tree_refs: list[Any] = [*refs[: len(tree)], *[None] * (2 - len(tree))]
-        tree_ref, bits_ref = tree_refs
-        o_ref, lse_ref, *others = refs[len(tree) :]
+    def body(rows_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
+        bits_ref = refs[0] if bits else None
+        o_ref, lse_ref, *others = refs[len(bits) :]
         merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
         ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
@@ -165,7 +167,7 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
 
         def find_tiles() -> Tiles:
             """By each warpgroup for itself: what outlives a change of registers is spilled."""
-            return Tiles.of(first_ref[0], lengths_ref[sequence], bool(tree), split, splits, stages)
+            return Tiles.of(first_ref[0], lengths_ref[sequence], nodes > 0, split, splits, stages)
 
         def pages_of(tile):
             """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
@@ -173,9 +175,9 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
             return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
 
         def bring_queries(warpgroup):
-            some = pl.ds(0, round_up(rows, 8))  # a copy counts in tiles of 8
-            source = q_ref.at[sequence, head, row_tile_of(warpgroup), some]
-            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, some], q_in.at[warpgroup])
+            count = round_up(rows, _COPIED)
+            source = rows_ref.at[sequence, head, pl.ds(row_tile_of(warpgroup) * count, count)]
+            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, pl.ds(0, count)], q_in.at[warpgroup])
 
         def bring(tiles: Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
@@ -191,12 +193,14 @@ def _call(plan: Plan, operands: list, num_pages: int, scale: float, interpret):
                 tokens = pl.ds(lax.rem(tile, tiles_per_page) * part, part)
                 copy(pages_ref.at[tiles.first_page + kind * num_pages + page, tokens, head] for page in where)
 
-            if tree:
+            if nodes:
 
                 @pl.when(tile == tiles.prefix)
                 def from_tree():
-                    first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
-                    copy(tree_ref.at[kind, sequence, pl.ds(first + j * part, part), head] for j in range(parts))
+                    first = row_tiles * round_up(rows, _COPIED) + kind * round_up(nodes, _COPIED)
+                    # Not a constant, as which rows beyond the last are refused.
+                    first = pl.multiple_of(first + (tile - tiles.prefix) * TILE, _COPIED)
+                    copy(rows_ref.at[sequence, head, pl.ds(first + j * part, part)] for j in range(parts))
 
         def bring_all(tiles: Tiles):
             for warpgroup in range(warpgroups):
