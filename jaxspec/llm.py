@@ -61,7 +61,7 @@ class LLM:
         in plain JAX; "reference" always in plain JAX; "pallas" by the kernels (on a CPU simulated, one device only).
       exchange: how devices talk: "auto" by stores into each other's memory where that can be had (Hopper GPUs of one
         host and one process; messages of up to 512 KiB), else by the collectives of XLA; "xla" always by these; "peers"
-        by stores or not at all.
+        by stores, or an error where several devices can't.
       draft_taps: which residual streams of the model the head reads, ascending: i is the one after i layers, whatever
         the tool that made the head counts. None takes those that its files name, else (2, n // 2, n - 3) of n layers.
       max_num_seqs: sequences that decode at once; more wait their turn.
@@ -186,9 +186,9 @@ class LLM:
         started, tokens = time.perf_counter(), 0
         with progress_bar("generating", len(many), is_shown, say=self._report) as advance:
             for transcript, update in self._run(transcripts):
-                tokens += len(update.token_ids)
                 if transcript.needs_every_round:
                     self._read(transcript, update)
+                tokens += len(update.token_ids)
                 if update.sequence.is_finished:  # a round is too short for more
                     advance(1, f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
         return [transcript.output(prompt) for transcript, prompt in zip(transcripts, many, strict=True)]
@@ -252,7 +252,10 @@ class LLM:
         return chunk
 
     def _run(self, transcripts: list[Transcript]) -> Iterator[tuple[Transcript, sequences.Update]]:
-        """Serves requests to their ends; those left when the iterator is closed are cancelled."""
+        """Serves requests to their ends, which a reader of an update may bring about (`_read`).
+
+        Those left when the iterator is closed are cancelled.
+        """
         if self._is_busy:
             raise UserError("this LLM is generating already: finish or close the other iterator first")
         unfinished = {id(transcript.sequence): transcript for transcript in transcripts}

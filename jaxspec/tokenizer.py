@@ -93,6 +93,17 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """What a `StreamDecoder` makes of all of them, at a fraction of its cost where no character is broken.
+
+        Where one is, a decoder of bytes may give up a run of whole characters before it, which a stream has shown.
+        """
+        text = self.decode(ids)
+        if "\ufffd" not in text:
+            return text
+        stream = StreamDecoder(self)
+        return "".join([stream.add(token) for token in ids]) + stream.flush()
+
     def apply_chat_template(self, messages: list[dict[str, Any]], for_answer: bool = True) -> str:
         """The prompt for the assistant's next turn, or (without `for_answer`) what was said so far.
 
@@ -129,7 +140,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text of a growing sequence of tokens, piece by piece; the pieces together are the text of the whole.
+    """Text of a growing sequence of tokens, piece by piece; the pieces together are the `whole_text`.
 
     A piece is held back while it ends inside a character.
     """

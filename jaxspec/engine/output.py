@@ -21,8 +21,9 @@ class StreamToken:
 class StreamChunk:
     """What one round added; `finish_reason` is set on the last chunk.
 
-    Where there are stop strings, text that could begin one is held back until the next chunks show that it doesn't, so
-    `text` may be shorter or longer than that of `tokens`; together the chunks' `text` is the answer.
+    Text that could begin a stop string is held back until the next chunks show that it doesn't, and the bytes of a
+    character that is cut off come with the last chunk, so `text` may be shorter or longer than that of `tokens`;
+    together the chunks' `text` is the answer.
     """
 
     tokens: list[StreamToken]
@@ -59,7 +60,10 @@ class RequestOutput:
 
 
 class Transcript:
-    """Text of one sequence, as its tokens arrive or all at its end, which costs far less; a stop string ends it."""
+    """Text of one sequence: round by round as its tokens arrive, or, which costs far less, once at its end.
+
+    A stop string ends it, which only shows round by round.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer):
         self.sequence = sequence
@@ -72,11 +76,11 @@ class Transcript:
 
     @property
     def needs_every_round(self) -> bool:
-        """Whether its text must be read as it arrives, for it may hold a stop string."""
+        """Whether every round must be added, for the text may come to hold a stop string."""
         return bool(self._stops)
 
     def add(self, update: Update) -> StreamChunk:
-        """Takes in a round, and no later one may be left out. What follows a stop string the sequence loses."""
+        """Takes in a round, as it must every later one then. The sequence loses the tokens after a stop string."""
         tokens: list[StreamToken] = []
         stopped, self._has_read = False, True
         for index, token in enumerate(update.token_ids):
@@ -117,7 +121,7 @@ class Transcript:
         assert sequence.first_token_at is not None and sequence.finished_at is not None and sequence.finish_reason
         seconds, rest = sequence.finished_at - sequence.first_token_at, len(sequence.token_ids) - 1
         if not self._has_read:
-            self.text = self._tokenizer.decode(sequence.token_ids)
+            self.text = self._tokenizer.whole_text(sequence.token_ids)
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=sequence.prompt,

@@ -37,7 +37,7 @@ class Run:
     """All questions, answered with one draft and one tree.
 
     Attributes:
-      dtype, attention: as the model ran.
+      dtype, attention, exchange: as the model ran.
       depth: tokens that a round can accept of a drafted tree.
       answers: all first turns in the order of the questions, then all second turns, and so on.
       seconds: from the first request to the last token of each turn, prompts included and compiling left out.
@@ -47,6 +47,7 @@ class Run:
     tree: str
     dtype: str
     attention: str
+    exchange: str
     depth: int
     answers: tuple[Answer, ...]
     seconds: float
@@ -147,6 +148,7 @@ def measure(llm: LLM, questions: Sequence[Question], params: SamplingParams, num
         tree=llm.tree,
         dtype=llm.dtype,
         attention=llm.attention,
+        exchange=llm.exchange,
         depth=TreeSpec.parse(llm.tree).max_depth,
         answers=tuple(answers),
         seconds=seconds,

@@ -20,7 +20,7 @@ from jaxspec.evaluate.acceptance import Run, context_for, measure, with_leads
 from jaxspec.evaluate.margins import leads
 from jaxspec.evaluate.questions import Question, read_questions
 from jaxspec.evaluate.report import as_json, as_tables, draw
-from jaxspec.llm import ATTENTION, LLM, check_at_least, check_options
+from jaxspec.llm import ATTENTION, EXCHANGE, LLM, check_at_least, check_options
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.registry import read_config
 from jaxspec.precision import DTYPES
@@ -58,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--mesh", default="1,1,1", help="sizes pp,tp,dcp (default: %(default)s)")
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (default: %(default)s)")
     add("--attention", choices=ATTENTION, default="auto", help="as of generate (default: %(default)s)")
+    add("--exchange", choices=EXCHANGE, default="auto", help="as of generate (default: %(default)s)")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -96,6 +97,7 @@ def run(options: argparse.Namespace) -> None:
         mesh=mesh,
         dtype=options.dtype,
         attention=options.attention,
+        exchange=options.exchange,
         max_num_seqs=options.max_num_seqs,
         max_model_len=context,
         chunk_size=options.chunk_size,

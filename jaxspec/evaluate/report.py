@@ -36,6 +36,7 @@ def as_json(plain: Run, drafted: Sequence[Run]) -> list[dict[str, Any]]:
             "tree": run.tree,
             "dtype": run.dtype,
             "attention": run.attention,
+            "exchange": run.exchange,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens_per_second,
             "speed_up": run.tokens_per_second / plain.tokens_per_second,

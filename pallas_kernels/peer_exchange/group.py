@@ -87,8 +87,8 @@ def unreachable(mesh: Mesh, axes: tuple[str, ...]) -> str | None:
         return f"the devices must be Hopper GPUs, not {devices[0].device_kind}"
     if len({device.process_index for device in devices}) > 1:
         return "the devices must belong to one process, which can address the memory of all"
-    if (allocator := os.environ.get(_ALLOCATOR, "")) not in ("", "default", "bfc"):
-        return f"{_ALLOCATOR}={allocator} must be default: peers may not see the memory of another"
+    if (allocator := _allocator()) not in ("default", "bfc"):
+        return f"the allocator {allocator!r} must be JAX's default, whose memory peers can see: unset {_ALLOCATOR}"
     for device in devices:
         for peer in devices:
             if device != peer and not _can_access(device.local_hardware_id, peer.local_hardware_id):
@@ -98,6 +98,14 @@ def unreachable(mesh: Mesh, axes: tuple[str, ...]) -> str | None:
 
 def _axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return int(np.prod([mesh.shape[axis] for axis in axes]))
+
+
+def _allocator() -> str:
+    """Of the GPUs' memory, by its name in lower case: what JAX was told as an option, else by the environment."""
+    told = jax.config.jax_pjrt_client_create_options or {}
+    if isinstance(told, str):
+        told = dict(option.split(":", 1) for option in told.split(";") if ":" in option)
+    return str(told.get("allocator", os.environ.get(_ALLOCATOR) or "default")).lower()
 
 
 def _can_access(ordinal: int, peer: int) -> bool:

@@ -3,6 +3,7 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizers
 from gguf_writer import model_metadata, model_tensors, plain, tokenizer_metadata, write_gguf
 
 from jaxspec.checkpoint.gguf import open_gguf
@@ -82,6 +83,21 @@ def test_any_ids_stream_to_the_text_of_the_whole(make, seed, skip):
     stream = StreamDecoder(tokenizer, skip_special_tokens=skip)
     pieces = [stream.add(token) for token in ids]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_the_whole_text_is_that_of_a_stream_where_bytes_are_tokens(cut):
+    """As in Llama 2, whose decoder gives up all of a run of bytes that ends inside a character."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    encoder.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    tokenizer = Tokenizer(encoder=encoder, chat_template=None, special={}, adds_bos=None, eos_token_ids=())
+    cut_off = "漢😀字é".encode()[:cut]
+    ids = [256, *cut_off]
+    stream = StreamDecoder(tokenizer)
+    streamed = "".join([stream.add(token) for token in ids]) + stream.flush()
+    assert tokenizer.whole_text(ids) == streamed
+    assert streamed.rstrip("\ufffd") == "a" + cut_off.decode(errors="ignore")
 
 
 def test_what_is_held_back_comes_with_the_flush(make):

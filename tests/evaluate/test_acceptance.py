@@ -25,7 +25,7 @@ def answer(category: str, accepted_lengths: list[int], difference: int | None = 
 
 
 def run(draft: str, tree: str, depth: int, seconds: float, *answers: Answer) -> Run:
-    return Run(draft, tree, "float32", "reference", depth, answers, seconds)
+    return Run(draft, tree, "float32", "reference", "xla", depth, answers, seconds)
 
 
 PLAIN = run("none", "none", 0, 4.0, answer("maths", [1] * 7), answer("prose", [1] * 2), answer("prose", []))

@@ -245,9 +245,12 @@ def test_memory_that_peers_may_not_see_is_refused(monkeypatch):
     gpu = SimpleNamespace(compute_capability="9.0", process_index=0)
     mesh = SimpleNamespace(devices=np.array([gpu, gpu]), shape={"tp": 2}, axis_names=("tp",))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    assert "XLA_PYTHON_CLIENT_ALLOCATOR=platform must be default" in peer_exchange.unreachable(mesh, ("tp",))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    assert "the allocator 'platform' must be JAX's default" in peer_exchange.unreachable(mesh, ("tp",))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "BFC")
     assert peer_exchange.unreachable(mesh, ("tp",)) is None  # the same device needs no access to itself
+    for told in ("visible_devices:0;allocator:cuda_async", {"allocator": "cuda_async"}):
+        with jax._src.config.jax_pjrt_client_create_options(told):
+            assert "the allocator 'cuda_async' must be" in peer_exchange.unreachable(mesh, ("tp",))
 
 
 # Compiled

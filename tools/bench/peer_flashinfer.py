@@ -6,7 +6,7 @@
 One query token goes through its decode kernel (tensor cores), several causally through its prefill kernel and again
 with a tree as a mask of their own; without a tree they see the context alone. Its pages hold the same numbers of tokens
 in random order. As there, time is that of one call in a chain over several sets of inputs that don't stay in the L2
-cache, each of which waits for the one before by an addition; here as the replay of a CUDA graph.
+cache, without the addition by which it waits for the one before; here as the replay of a CUDA graph.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def main() -> None:
     print(
         f"# {torch.cuda.get_device_name()}, FlashInfer {flashinfer.__version__}, {copy_rate() / 1e12:.2f} TB/s copied"
     )
-    print(f"# every call waits for the one before by an addition, which takes {idle_microseconds():.1f} µs alone")
-    print("case | how | µs | TB/s", flush=True)
+    print("case | how | µs | waiting µs | TB/s", flush=True)
     for case in CASES:
         if case.name in options.cases:
             for how in ways(case):
-                µs = microseconds(case, how)
-                print(f"{case.name} | {how} | {µs:.1f} | {case.bytes / µs / 1e6:.2f}", flush=True)
+                waiting = idle_microseconds(case)
+                µs = microseconds(case, how) - waiting
+                print(f"{case.name} | {how} | {µs:.1f} | {waiting:.1f} | {case.bytes / µs / 1e6:.2f}", flush=True)
 
 
 def copy_rate() -> float:
@@ -62,10 +62,11 @@ def copy_rate() -> float:
 
 
 def microseconds(case: Case, how: str) -> float:
+    """Of one call and the addition that follows it."""
     count = case.sets * case.batch * pages_of(case)
     shape = (count, 2, case.page_size, case.kv_heads, case.head_dim)
     cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn((case.batch * case.tokens, case.heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
+    q = queries_of(case)
     tables = torch.randperm(count, device="cuda").to(torch.int32).reshape(case.sets, -1)
     calls = [planned(case, how, table, q) for table in tables]
 
@@ -76,10 +77,13 @@ def microseconds(case: Case, how: str) -> float:
     return replayed(chain, case.sets)
 
 
-def idle_microseconds() -> float:
+def queries_of(case: Case) -> torch.Tensor:
+    return torch.randn((case.batch * case.tokens, case.heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
+
+
+def idle_microseconds(case: Case) -> float:
     """Of a call that attends to nothing: what the chain itself adds to every one."""
-    q = torch.randn((8, 32, 128), device="cuda", dtype=torch.bfloat16)
-    count = 64
+    q, count = queries_of(case), 64
 
     def chain() -> None:
         for _ in range(count):

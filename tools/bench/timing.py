@@ -52,7 +52,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Calls that wait for each other, in one program; and the same program without the calls, where it has more."""
+    """Calls that wait for each other, in one program; and what makes them wait in another, where that takes time.
+
+    The difference of both is the time of the calls. Where waiting is most of it, it says little.
+    """
 
     program: Callable[[Any], jax.Array]
     idle: Callable[[Any], jax.Array] | None
