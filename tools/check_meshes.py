@@ -12,6 +12,7 @@ rounding explains small leads only. Speeds are those of `bench/step.py`, for ran
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -284,6 +285,7 @@ def make_texts(options: argparse.Namespace, mesh: str, tail: str, say: Any) -> I
                 ],
             }
         del llm
+        gc.collect()  # it and its engine refer to each other, and the next one's memory is measured
 
 
 if __name__ == "__main__":
