@@ -115,18 +115,23 @@ def _simulate_cpu_devices(count: int) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def _long(axes: AxisNames) -> AxisNames:
+    """Those with more than one device: what a device sends to itself XLA keeps, apart from its other work."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
 def all_reduce(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "*S"]:
     """Sum over the devices along `axes`; every rank gets the same bits."""
-    return lax.psum(x, axes)
+    return lax.psum(x, long) if (long := _long(axes)) else x
 
 
 def all_max(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "*S"]:
-    return lax.pmax(x, axes)
+    return lax.pmax(x, long) if (long := _long(axes)) else x
 
 
 def gather(x: Shaped[Array, "*S"], axes: AxisNames) -> Shaped[Array, "n *S"]:
     """Stacks every rank's `x`, in the order of `rank(axes)`."""
-    return lax.all_gather(x, axes) if axes else x[None]
+    return lax.all_gather(x, long) if (long := _long(axes)) else x[None]
 
 
 def exchange(x: Shaped[Array, "n *S"], axis: str) -> Shaped[Array, "n *S"]:
@@ -136,6 +141,8 @@ def exchange(x: Shaped[Array, "n *S"], axis: str) -> Shaped[Array, "n *S"]:
 
 def to_next_stage(x: Shaped[Array, "*S"], stages: int) -> Shaped[Array, "*S"]:
     """Hands `x` to the next pipeline stage; the last stage's goes to stage 0, which ignores it."""
+    if stages == 1:
+        return x
     return lax.ppermute(x, PP, [(stage, (stage + 1) % stages) for stage in range(stages)])
 
 

@@ -37,6 +37,12 @@ def test_no_weight_matrix_is_copied(mesh):
             assert not copies_of(program, shape[-2:]), shape
 
 
+def test_a_single_stage_sends_nothing_to_itself():
+    built = engine("llama_bias", MeshShape(1, 1, 1), draft="ngram", tree="chain:4", rounds=2, num_pages=4096)
+    text = compiled(built, has_lane=False).as_text()
+    assert not re.search(r"collective-permute|all-(reduce|gather|to-all)", text)
+
+
 def compiled(built, has_lane):
     return built.program(Variant(built.spec.pp == 1, has_lane, is_greedy=True, batch=1))
 
