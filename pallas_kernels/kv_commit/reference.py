@@ -24,6 +24,8 @@ def commit_rows(
       page, offset: where to.
       is_written: rows that are false write zeros to page 0, which belongs to no sequence.
     """
+    if nodes.size == 1:  # XLA updates a slice instead of scattering one row, and copies the cache around that
+        nodes, page, offset, is_written = (jnp.pad(x, ((0, 0), (0, 1))) for x in (nodes, page, offset, is_written))
     of_these = lax.dynamic_slice_in_dim(pending, first_slot, len(nodes), axis=2)
     rows = jnp.take_along_axis(of_these, nodes[None, None, :, :, None, None], axis=3)
     rows = jnp.where(is_written[None, None, :, :, None, None], rows, 0)

@@ -13,11 +13,12 @@ from jaxspec.speculate.program import Variant
 MESHES = [(1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2)]
 
 
+@pytest.mark.parametrize(("draft", "tree"), [("ngram", "chain:4"), ("none", "none")], ids=["ngram", "plain"])
 @pytest.mark.parametrize("has_lane", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_caches_stay_in_place(mesh, has_lane):
+def test_caches_stay_in_place(mesh, has_lane, draft, tree):
     # Pages many times larger than anything else, so that a copy of them can't hide.
-    built = engine("llama_bias", MeshShape(*mesh), draft="ngram", tree="chain:4", rounds=2, num_pages=4096)
+    built = engine("llama_bias", MeshShape(*mesh), draft=draft, tree=tree, rounds=2, num_pages=4096)
     program = compiled(built, has_lane)
     state, memory = built._state, program.memory_analysis()
     on_a_device = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
