@@ -80,7 +80,7 @@ class Transcript:
         return bool(self._stops)
 
     def add(self, update: Update) -> StreamChunk:
-        """Takes in a round, as it must every later one then. The sequence loses the tokens after a stop string."""
+        """Takes in a round; after the first none may be left out. At a stop string the sequence loses the rest."""
         tokens: list[StreamToken] = []
         stopped, self._has_read = False, True
         for index, token in enumerate(update.token_ids):

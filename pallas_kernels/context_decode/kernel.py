@@ -109,19 +109,22 @@ def _planned(q, pages, layer, page_table, lengths, tree, *, plan: Plan, scale: f
     group = h // kv_heads
     grouped = q.reshape(b, t, kv_heads, group, d).swapaxes(1, 2).reshape(b, kv_heads, t * group, d)
     rows = [mosaic.pad(grouped, 2, plan.row_tiles * round_up(plan.rows, _COPIED))]
+    bits: list[Array] = []
+    nodes = 0
     if tree is not None:
+        (k, v, ancestors), nodes = tree, t
         # One operand, for XLA makes each by another launch. Values are last: what is read after them must be zero.
-        rows += [mosaic.pad(x.swapaxes(1, 2), 2, round_up(t, _COPIED)) for x in tree[:2]]
+        rows += [mosaic.pad(x.swapaxes(1, 2), 2, round_up(t, _COPIED)) for x in (k, v)]
+        if t > 1:  # one node sees itself
+            bits.append(mosaic.row_bits(ancestors, group, plan.row_tiles, plan.rows))
     operands = [
         jnp.concatenate(rows, axis=2),
         pages.reshape(-1, *pages.shape[3:]),
         mosaic.first_page(layer, 2 * num_pages),
         page_table.astype(jnp.int32),
         lengths.astype(jnp.int32),
+        *bits,
     ]
-    if tree is not None and t > 1:  # one node sees itself
-        operands.append(mosaic.row_bits(tree[2], group, plan.row_tiles, plan.rows))
-    nodes = 0 if tree is None else t
     output, lse = _call(plan, operands, num_pages, nodes, scale, interpret or None)
     if output.shape[2] > 1:
         return merge_splits(output, lse, t, group, interpret=interpret)
@@ -142,9 +145,10 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
 def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, interpret):
     """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
     part where a cluster merges the splits, else of each split."""
-    q, pages, _, page_table, _, *bits = operands
-    b, kv_heads, _, d = q.shape
-    row_tiles, rows = plan.row_tiles, plan.rows
+    all_rows, pages, _, page_table, _, *bits = operands
+    b, kv_heads, _, d = all_rows.shape
+    dtype, row_tiles, rows = all_rows.dtype, plan.row_tiles, plan.rows
+    query_rows, node_rows = round_up(rows, _COPIED), round_up(nodes, _COPIED)  # of a tile, and of keys or values
     page_size, pages_per_sequence = pages.shape[1], page_table.shape[1]
     part = min(page_size, TILE)  # tokens that one copy brings
     parts, tiles_per_page = TILE // part, page_size // part
@@ -175,9 +179,8 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
 
         def bring_queries(warpgroup):
-            count = round_up(rows, _COPIED)
-            source = rows_ref.at[sequence, head, pl.ds(row_tile_of(warpgroup) * count, count)]
-            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, pl.ds(0, count)], q_in.at[warpgroup])
+            source = rows_ref.at[sequence, head, pl.ds(row_tile_of(warpgroup) * query_rows, query_rows)]
+            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, pl.ds(0, query_rows)], q_in.at[warpgroup])
 
         def bring(tiles: Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
@@ -197,7 +200,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
 
                 @pl.when(tile == tiles.prefix)
                 def from_tree():
-                    first = row_tiles * round_up(rows, _COPIED) + kind * round_up(nodes, _COPIED)
+                    first = row_tiles * query_rows + kind * node_rows
                     # Not a constant, as which rows beyond the last are refused.
                     first = pl.multiple_of(first + (tile - tiles.prefix) * TILE, _COPIED)
                     copy(rows_ref.at[sequence, head, pl.ds(first + j * part, part)] for j in range(parts))
@@ -300,7 +303,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 )
                 release(tiles, tile - 1, value_pages, 1)
                 # Rounded only now: until here the tensor cores read the weights before from these registers.
-                weights = weights.astype(q.dtype)
+                weights = weights.astype(dtype)
                 return acc * mosaic.over(shrink, d), weights, top, total, key_pages, pages_after(tile + 1)
 
             queries, start, end = q_s.at[me], tiles.start, tiles.end
@@ -310,7 +313,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             scores = mosaic.dot(queries, k_s.at[0].T, TILE)
             release(tiles, start, first_pages, 0)
             weights, top, total, _ = mosaic.soften(mask(start, scores), top, total, to_log2)
-            carry = acc, weights.astype(q.dtype), top, total, first_pages, second_pages
+            carry = acc, weights.astype(dtype), top, total, first_pages, second_pages
             if plan.producer:
                 await_values(start)
             acc, weights, top, total, *_ = lax.fori_loop(start + 1, end, step, carry)
@@ -400,7 +403,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
     scratch: list[Any] = [
         # The output is written when queries, keys and values have been read: to the same place, for it needs much.
         plgpu.RefUnion(
-            tuple(mosaic.operand((count, TILE, d), q.dtype) for count in (warpgroups, stages, stages)),
+            tuple(mosaic.operand((count, TILE, d), dtype) for count in (warpgroups, stages, stages)),
             (
                 plgpu.SMEM((warpgroups, d // share, TILE, share), jnp.float32),
                 plgpu.SMEM((warpgroups, TILE), jnp.float32),

@@ -48,8 +48,8 @@ def main() -> None:
     print("case | how | µs | waiting µs | TB/s", flush=True)
     for case in CASES:
         if case.name in options.cases:
+            waiting = idle_microseconds(case)
             for how in ways(case):
-                waiting = idle_microseconds(case)
                 µs = microseconds(case, how) - waiting
                 print(f"{case.name} | {how} | {µs:.1f} | {waiting:.1f} | {case.bytes / µs / 1e6:.2f}", flush=True)
 
