@@ -153,21 +153,36 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
     part = min(page_size, TILE)  # tokens that one copy brings
     parts, tiles_per_page = TILE // part, page_size // part
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
+    turns, row_sets = plan.turns, plan.row_sets
     cluster = splits if plan.is_cluster else 1
     share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
     to_log2 = scale * mosaic.LOG2_E
 
     def body(rows_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
         bits_ref = refs[0] if bits else None
-        o_ref, lse_ref, *others = refs[len(bits) :]
-        merged_ref, merged_lse_ref, *others = others if cluster > 1 else (None, None, *others)
-        ((q_s, k_s, v_s), (o_s, lse_s)), q_in, k_in, v_in, k_free, v_free, clean, is_read, *merging = others
+        o_ref, lse_ref, *scratch = refs[len(bits) :]
+        merged_ref, merged_lse_ref, *scratch = scratch if cluster > 1 else (None, None, *scratch)
+        (
+            ((q_s, k_s, v_s), (o_s, lse_s, other_s)),
+            q_in,
+            k_in,
+            v_in,
+            k_free,
+            v_free,
+            clean,
+            is_read,
+            is_told,
+            in_order,
+            *merging,
+        ) = scratch
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
-        me = lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
+        me, turn = lax.div(warpgroup, turns), lax.rem(warpgroup, turns)  # which set of rows, and which tiles of keys
         kinds = ((k_s, k_in, k_free), (v_s, v_in, v_free))
+        other_splits = [lax.rem(split + i, cluster) for i in range(1, cluster)]
 
-        def row_tile_of(warpgroup):
-            return lax.axis_index("rows") * warpgroups + warpgroup
+        def row_tile_of(row_set):
+            return lax.axis_index("rows") * row_sets + row_set
 
         def find_tiles() -> Tiles:
             """By each warpgroup for itself: what outlives a change of registers is spilled."""
@@ -178,9 +193,9 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             slots = (lax.div(tile, tiles_per_page) * parts + j for j in range(parts))
             return [table_ref[sequence, jnp.minimum(slot, pages_per_sequence - 1)] for slot in slots]
 
-        def bring_queries(warpgroup):
-            source = rows_ref.at[sequence, head, pl.ds(row_tile_of(warpgroup) * query_rows, query_rows)]
-            plgpu.copy_gmem_to_smem(source, q_s.at[warpgroup, pl.ds(0, query_rows)], q_in.at[warpgroup])
+        def bring_queries(row_set):
+            source = rows_ref.at[sequence, head, pl.ds(row_tile_of(row_set) * query_rows, query_rows)]
+            plgpu.copy_gmem_to_smem(source, q_s.at[row_set, pl.ds(0, query_rows)], q_in.at[row_set])
 
         def bring(tiles: Tiles, tile, where, kind):
             """Keys (kind 0) or values (1) of a tile, in as many copies wherever they come from."""
@@ -206,8 +221,8 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                     copy(rows_ref.at[sequence, head, pl.ds(first + j * part, part)] for j in range(parts))
 
         def bring_all(tiles: Tiles):
-            for warpgroup in range(warpgroups):
-                bring_queries(warpgroup)
+            for row_set in range(row_sets):
+                bring_queries(row_set)
 
             def bring_tile(tile, where):
                 following = pages_of(tile + 1)
@@ -264,7 +279,9 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                     is_of_tree = tile == tiles.prefix
                     is_visible = token < jnp.where(is_of_tree, nodes, tiles.present(tile))
                     if words:
-                        is_visible = is_visible & (mosaic.sees(words, token) | ~is_of_tree)
+                        # Opaque to the compiler, which would else keep every bit in a register from the start.
+                        is_seen = mosaic.sees(lax.optimization_barrier(words), token)
+                        is_visible = is_visible & (is_seen | ~is_of_tree)
                     return jnp.where(is_visible, scores, -jnp.inf)
 
                 return lax.cond(tile < tiles.full, lambda: scores, masked)
@@ -276,7 +293,11 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
 
                 @pl.when(count < TILE)
                 def _():
-                    mosaic.clear_after(count, v_s.at[slot], clean, me)
+                    if turns > 1:  # nobody else reads this tile
+                        mosaic.clear_rows(count, v_s.at[slot])
+                        plgpu.commit_smem()
+                    else:
+                        mosaic.clear_after(count, v_s.at[slot], clean, me)
 
             def pages_after(tile):
                 return () if plan.producer else pages_of(tile + stages)
@@ -284,12 +305,19 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             def step(tile, carry):
                 """Values of the tile before are added while the scores of this one become weights."""
                 acc, weights, top, total, value_pages, key_pages = carry
-                slot, slot_before = tiles.slot_of(tile), tiles.slot_of(tile - 1)
+                slot, slot_before = tiles.slot_of(tile), tiles.slot_of(tile - turns)
                 plgpu.barrier_wait(k_in.at[slot])
                 if not plan.producer:
                     await_values(tile - 1)
 
+                if row_sets == 2:
+                    pl.when((me == 1) | (tile > start + 1))(lambda: plgpu.barrier_wait(in_order.at[me]))
+
                 def meanwhile(scores):
+                    if row_sets == 2:
+                        # One set of rows multiplies while the other finds weights. Left alone, both keep step, and
+                        # tensor cores and exponentials wait for each other.
+                        pl.when((me == 0) | (tile + 1 < end))(lambda: plgpu.barrier_arrive(in_order.at[1 - me]))
                     release(tiles, tile, key_pages, 0)
                     softened = lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
                     if plan.producer:
@@ -301,25 +329,29 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 acc, weights, top, total, shrink = mosaic.dot_and_add_product(
                     queries, k_s.at[slot], acc, weights, v_s.at[slot_before], meanwhile, interpret
                 )
-                release(tiles, tile - 1, value_pages, 1)
+                release(tiles, tile - turns, value_pages, 1)
                 # Rounded only now: until here the tensor cores read the weights before from these registers.
                 weights = weights.astype(dtype)
                 return acc * mosaic.over(shrink, d), weights, top, total, key_pages, pages_after(tile + 1)
 
-            queries, start, end = q_s.at[me], tiles.start, tiles.end
+            queries, start, end = q_s.at[me], tiles.start + turn, tiles.end
+            count = lax.div(end - start + turns - 1, turns)  # of the tiles that are this warpgroup's
             acc, top, total = nothing()
             first_pages, second_pages = pages_after(start), pages_after(start + 1)
-            plgpu.barrier_wait(k_in.at[0])
-            scores = mosaic.dot(queries, k_s.at[0].T, TILE)
+            plgpu.barrier_wait(k_in.at[turn])
+            scores = mosaic.dot(queries, k_s.at[turn].T, TILE)
             release(tiles, start, first_pages, 0)
             weights, top, total, _ = mosaic.soften(mask(start, scores), top, total, to_log2)
             carry = acc, weights.astype(dtype), top, total, first_pages, second_pages
             if plan.producer:
                 await_values(start)
-            acc, weights, top, total, *_ = lax.fori_loop(start + 1, end, step, carry)
+            acc, weights, top, total, *_ = lax.fori_loop(
+                1, count, lambda i, carry: step(start + i * turns, carry), carry
+            )
+            last = start + (count - 1) * turns
             if not plan.producer:
-                await_values(end - 1)
-            return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(end - 1)], interpret), top, total
+                await_values(last)
+            return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(last)], interpret), top, total
 
         def nothing():
             return (
@@ -333,24 +365,26 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(lse_s.at[me], target)
 
-        def put_output(output, column, target):
-            pieces = range(output.shape[1] // share)
-            for i in pieces:
-                o_s.at[me, i][...] = output[:, i * share : (i + 1) * share]
+        def cut(output):
+            return [output[:, first : first + share] for first in range(0, d, share)]
+
+        def put_output(pieces, column, target, are_sent):
+            for i, piece in enumerate(pieces):
+                o_s.at[me, i][...] = piece
             plgpu.commit_smem()
-            for i in pieces:
+            for i in are_sent:
                 columns = pl.ds(column + i * share, share)
                 plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
 
         def merge_share():
-            """Each block merges its share of the columns."""
+            """Each block merges its share of the columns, of which it has its own part."""
             all_written, merge_in = merging
             row_tile, mine = row_tile_of(me), split * share
             plgpu.barrier_arrive(all_written)
             plgpu.barrier_wait(all_written)
-            for i in range(cluster):
-                source = o_ref.at[sequence, head, i, row_tile, :, pl.ds(mine, share)]
-                plgpu.copy_gmem_to_smem(source, o_s.at[me, i, pl.ds(0, rows)], merge_in.at[me])
+            for other in other_splits:
+                source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
+                plgpu.copy_gmem_to_smem(source, o_s.at[me, other, pl.ds(0, rows)], merge_in.at[me])
             lses = [
                 plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=mosaic.ROW, optimized=False)
                 for i in range(cluster)
@@ -368,28 +402,58 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             def _():
                 put_lse(top + jnp.log(total), merged_lse_ref.at[sequence, head, 0, row_tile])
 
-            put_output(merged / mosaic.over(total, share), mine, merged_ref.at[sequence, head, 0, row_tile])
+            put_output([merged / mosaic.over(total, share)], mine, merged_ref.at[sequence, head, 0, row_tile], [0])
+
+        def tell(acc, top, total):
+            """Leaves what the second of two warpgroups found that take turns."""
+            for i, piece in enumerate(cut(acc)):
+                o_s.at[turn, i][...] = piece
+            for i, each in enumerate((top, total)):
+                other_s.at[i][...] = each
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(is_told)
+
+        def hear(acc, top, total):
+            """What both found, by the first of them."""
+            plgpu.barrier_wait(is_told)
+            other_top, other_total = (plgpu.load(other_s.at[i], layout=mosaic.ROW) for i in range(2))
+            new_top = jnp.maximum(top, other_top)
+            shrink, other_shrink = (jnp.exp2((x - new_top) * to_log2) for x in (top, other_top))
+            pieces = [
+                mine * mosaic.over(shrink, share)
+                + plgpu.load(o_s.at[1, i], layout=mosaic.MATRIX) * mosaic.over(other_shrink, share)
+                for i, mine in enumerate(cut(acc))
+            ]
+            return pieces, new_top, total * shrink + other_total * other_shrink
+
+        def put(pieces, top, total):
+            has_keys = total > 0
+            divisor = jnp.where(has_keys, total, 1.0)
+            here = (sequence, head, split, row_tile_of(me))
+            put_lse(jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS), lse_ref.at[here])
+            pieces = [piece / mosaic.over(divisor, share) for piece in pieces]
+            put_output(pieces, 0, o_ref.at[here], other_splits if cluster > 1 else range(len(pieces)))
+            if cluster > 1:
+                plgpu.wait_smem_to_gmem(0)
+                merge_share()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def multiply():
             tiles = find_tiles()
             if not plan.producer:
                 bring_first(tiles)
             plgpu.barrier_wait(q_in.at[me])
-            acc, top, total = lax.cond(tiles.start < tiles.end, lambda: attend(tiles), nothing)
+            acc, top, total = lax.cond(tiles.start + turn < tiles.end, lambda: attend(tiles), nothing)
             plgpu.barrier_arrive(is_read)
             plgpu.barrier_wait(is_read)
-            has_keys = total > 0
-            divisor = jnp.where(has_keys, total, 1.0)
-            here = (sequence, head, split, row_tile_of(me))
-            put_lse(jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS), lse_ref.at[here])
-            put_output(acc / mosaic.over(divisor, d), 0, o_ref.at[here])
-            if cluster > 1:
-                plgpu.wait_smem_to_gmem(0)
-                merge_share()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if turns == 1:
+                put(cut(acc), top, total)
+            else:
+                pl.when(turn == 1)(lambda: tell(acc, top, total))
+                pl.when(turn == 0)(lambda: put(*hear(acc, top, total)))
 
         if plan.producer:
-            mosaic.share_roles(me, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)
+            mosaic.share_roles(warpgroup, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)
         else:
             multiply()
 
@@ -403,27 +467,30 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
     scratch: list[Any] = [
         # The output is written when queries, keys and values have been read: to the same place, for it needs much.
         plgpu.RefUnion(
-            tuple(mosaic.operand((count, TILE, d), dtype) for count in (warpgroups, stages, stages)),
+            tuple(mosaic.operand((count, TILE, d), dtype) for count in (row_sets, stages, stages)),
             (
                 plgpu.SMEM((warpgroups, d // share, TILE, share), jnp.float32),
-                plgpu.SMEM((warpgroups, TILE), jnp.float32),
+                plgpu.SMEM((row_sets, TILE), jnp.float32),
+                plgpu.SMEM((2, TILE), jnp.float32),
             ),
         ),
-        barrier(num_barriers=warpgroups),
+        barrier(num_barriers=row_sets),
         barrier(num_arrivals=parts, num_barriers=stages),
         barrier(num_arrivals=parts, num_barriers=stages),
-        barrier(num_arrivals=warpgroups, num_barriers=stages),
-        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        barrier(num_arrivals=row_sets, num_barriers=stages),
+        barrier(num_arrivals=row_sets, num_barriers=stages),
         barrier(),
         barrier(num_arrivals=warpgroups),
+        barrier(),
+        barrier(num_barriers=2),
     ]
-    axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // warpgroups)
+    axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // row_sets)
     clusters: dict[str, int] = {}
     if cluster > 1:
         clusters["split"] = axes.pop("split")
         scratch += [
-            plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=warpgroups),
-            barrier(num_arrivals=cluster, num_barriers=warpgroups),
+            plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=row_sets),
+            barrier(num_arrivals=cluster - 1, num_barriers=row_sets),
         ]
     return plgpu.kernel(
         body,

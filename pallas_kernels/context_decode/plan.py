@@ -41,7 +41,8 @@ class Plan:
 
     Attributes:
       rows: query rows of a warpgroup that count, even, a multiple of 8 or less than 8; it multiplies 64.
-      row_tiles: such sets of rows; a block's warpgroups take one each and share the keys.
+      row_tiles: such sets of rows; a block's warpgroups take one each, for the same tiles of keys. Where there is one
+        set for two warpgroups, they take turns with the tiles, and the first joins what both found.
       warpgroups: of a block, that multiply.
       splits: parts of the keys.
       stages: tiles of keys and values in shared memory; all but the one in use are on their way.
@@ -60,8 +61,23 @@ class Plan:
     def __post_init__(self) -> None:
         if self.is_cluster and self.splits not in _CLUSTERS:
             raise ValueError(f"splits={self.splits} must be one of {_CLUSTERS} to be a cluster")
-        if self.producer and self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2 with a producer, which waits for a free one")
+        if self.turns > 1 and not self.producer:
+            raise ValueError("warpgroups that take turns need a producer")
+        if self.producer and (self.stages < 2 * self.turns or self.stages % self.turns):
+            # A warpgroup waits for the values of its next tile while it multiplies those of its last.
+            raise ValueError(
+                f"stages={self.stages} must be at least {2 * self.turns} with a producer, by steps of {self.turns}"
+            )
+
+    @property
+    def turns(self) -> int:
+        """Warpgroups that share the tiles of keys of one set of rows."""
+        return max(1, self.warpgroups // max(1, self.row_tiles))
+
+    @property
+    def row_sets(self) -> int:
+        """Sets of rows of a block."""
+        return self.warpgroups // self.turns
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -74,52 +90,55 @@ class Plan:
     def shared_bytes(self, head_dim: int) -> int:
         """Of shared memory that a block takes at most."""
         barriers = 512
-        return self.warpgroups * 2 * TILE * head_dim + self.stages * tile_bytes(head_dim) + barriers
+        return self.row_sets * 2 * TILE * head_dim + self.stages * tile_bytes(head_dim) + barriers
 
     @staticmethod
     def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int, *, may_cluster: bool = True) -> "Plan":
         """For so many query rows of a KV head over at most `tiles` tiles of keys."""
-        warpgroups = 1 if rows <= TILE else 2
-        row_tiles = warpgroups * -(-rows // (TILE * warpgroups))
-        blocks = batch * kv_heads * row_tiles // warpgroups
+        row_sets = 1 if rows <= TILE else 2
+        row_tiles = row_sets * -(-rows // (TILE * row_sets))
+        blocks = batch * kv_heads * row_tiles // row_sets  # in each split
 
-        def clusters(splits: int) -> bool:
-            # The blocks of a cluster start together: where two share a multiprocessor, some wait long for a place.
-            return may_cluster and splits in _CLUSTERS and blocks * splits <= _MULTIPROCESSORS
+        def cut(warpgroups: int, splits: int) -> Plan:
+            has_place = blocks * splits <= _MULTIPROCESSORS
+            is_alone = warpgroups == 2 or has_place
+            return Plan(
+                rows=round_up(copied_rows(-(-rows // row_tiles)), 2),  # a merge may take two at once
+                row_tiles=row_tiles,
+                warpgroups=warpgroups,
+                splits=splits,
+                stages=stages_for(head_dim, row_sets, is_alone),
+                # The blocks of a cluster start together: where there are more than places, some wait long for one.
+                is_cluster=may_cluster and splits in _CLUSTERS and has_place,
+                # Registers do not suffice for two blocks with a warpgroup each that only fetches.
+                producer=is_alone,
+            )
 
-        def cost(splits: int) -> float:
-            return _microseconds(blocks, splits, -(-tiles // splits), warpgroups, clusters(splits))
-
-        splits = min(range(1, max(1, min(tiles, 2 * _MULTIPROCESSORS)) + 1), key=cost)
-        is_alone = warpgroups == 2 or blocks * splits <= _MULTIPROCESSORS
-        return Plan(
-            rows=round_up(copied_rows(-(-rows // row_tiles)), 2),  # a merge may take two at once
-            row_tiles=row_tiles,
-            warpgroups=warpgroups,
-            splits=splits,
-            stages=stages_for(head_dim, warpgroups, is_alone),
-            is_cluster=clusters(splits),
-            # Registers do not suffice for two blocks with a warpgroup each that only fetches.
-            producer=is_alone,
-        )
+        most = max(1, min(tiles, 2 * _MULTIPROCESSORS))
+        plans = [cut(warpgroups, splits) for warpgroups in range(row_sets, 3) for splits in range(1, most + 1)]
+        return min(plans, key=lambda plan: _microseconds(plan, blocks * plan.splits, -(-tiles // plan.splits)))
 
 
-def _microseconds(blocks: int, splits: int, tiles: int, warpgroups: int, is_cluster: bool) -> float:
+def _microseconds(plan: Plan, blocks: int, tiles: int) -> float:
     """What blocks of so many tiles take, roughly: fitted to an H200, bfloat16, head_dim 128."""
-    if warpgroups == 1 and blocks * splits > _MULTIPROCESSORS:
-        places, tile, start = 2 * _MULTIPROCESSORS, 1.95, 5.0  # two blocks share a multiprocessor's bandwidth
+    places = _MULTIPROCESSORS if plan.producer else 2 * _MULTIPROCESSORS
+    if not plan.producer:
+        tile, start = 1.95, 5.0  # two blocks share a multiprocessor's bandwidth
+    elif plan.warpgroups == 1:
+        tile, start = 1.13, 3.0
     else:
-        places, tile, start = _MULTIPROCESSORS, (1.13, 1.45)[warpgroups - 1], 3.0
-    merge = 0.0 if splits == 1 else 1.0 if is_cluster else 2.0 + 0.1 * splits
-    return -(-blocks * splits // places) * (tiles * tile + start) + merge
+        tile, start = (1.45, 3.0) if plan.turns == 1 else (1.03, 4.0)
+    merge = 0.0 if plan.splits == 1 else 1.0 if plan.is_cluster else 3.0 + 0.1 * plan.splits
+    return -(-blocks // places) * (tiles * tile + start) + merge
 
 
-def stages_for(head_dim: int, warpgroups: int, is_alone: bool) -> int:
+def stages_for(head_dim: int, row_sets: int, is_alone: bool) -> int:
     """As many as shared memory admits to a block that is alone on a multiprocessor, or one of two.
 
     A power of two: others were slower, though deeper (8 x 8,192 and 1 x 131,072 tokens: by 5 and 11 % with 3 for 2).
     """
-    room = (_SHARED if is_alone else _SHARED_BY_TWO) - Plan(0, 0, warpgroups, 0, 0, False, False).shared_bytes(head_dim)
+    queries = Plan(0, row_sets, row_sets, 0, 0, False, False).shared_bytes(head_dim)
+    room = (_SHARED if is_alone else _SHARED_BY_TWO) - queries
     return 1 << (room // tile_bytes(head_dim)).bit_length() - 1
 
 
