@@ -172,7 +172,6 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             clean,
             is_read,
             is_told,
-            in_order,
             *merging,
         ) = scratch
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
@@ -310,14 +309,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 if not plan.producer:
                     await_values(tile - 1)
 
-                if row_sets == 2:
-                    pl.when((me == 1) | (tile > start + 1))(lambda: plgpu.barrier_wait(in_order.at[me]))
-
                 def meanwhile(scores):
-                    if row_sets == 2:
-                        # One set of rows multiplies while the other finds weights. Left alone, both keep step, and
-                        # tensor cores and exponentials wait for each other.
-                        pl.when((me == 0) | (tile + 1 < end))(lambda: plgpu.barrier_arrive(in_order.at[1 - me]))
                     release(tiles, tile, key_pages, 0)
                     softened = lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
                     if plan.producer:
@@ -482,7 +474,6 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
         barrier(),
         barrier(num_arrivals=warpgroups),
         barrier(),
-        barrier(num_barriers=2),
     ]
     axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // row_sets)
     clusters: dict[str, int] = {}
