@@ -72,10 +72,13 @@ class Block:
     def parts(self) -> int:
         return TILE // self.part
 
+    def page_of(self, tile, part):
+        slot = lax.div(tile, self.pages.shape[1] // self.part) * self.parts + part
+        return self.table[self.sequence, jnp.minimum(slot, self.table.shape[1] - 1)]
+
     def pages_of(self, tile):
         """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
-        slots = (lax.div(tile, self.pages.shape[1] // self.part) * self.parts + j for j in range(self.parts))
-        return [self.table[self.sequence, jnp.minimum(slot, self.table.shape[1] - 1)] for slot in slots]
+        return [self.page_of(tile, part) for part in range(self.parts)]
 
     def fetch_queries(self, into, arrived):
         plgpu.copy_gmem_to_smem(self.q.at[self.sequence, self.row_tile], into.at[0, pl.ds(0, self.plan.rows)], arrived)
@@ -84,31 +87,42 @@ class Block:
         """Some columns of a tile, as many as there is room for; in as many copies wherever they come from."""
         columns = pl.ds(first_column, into.shape[1])
 
-        def copy(sources):
-            for j, source in enumerate(sources):
-                plgpu.copy_gmem_to_smem(source, into.at[pl.ds(j * self.part, self.part)], arrived)
+        def copy(source, first):
+            plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first, self.part)], arrived)
 
         @pl.when(tile < tiles.prefix)
         def from_pages():
             tokens = pl.ds(lax.rem(tile, self.pages.shape[1] // self.part) * self.part, self.part)
-            copy(self.pages.at[tiles.first_page + page, tokens, columns] for page in where)
+
+            def copy_page(page, first):
+                copy(self.pages.at[tiles.first_page + page, tokens, columns], first)
+
+            if self.parts < 8:
+                for part, page in enumerate(where):
+                    copy_page(page, part * self.part)
+            else:  # more than there are registers to keep, so each is read when it is needed, in a loop that stays one
+
+                def copy_part(part, _):
+                    copy_page(self.page_of(tile, part), pl.multiple_of(part * self.part, self.part))
+
+                lax.fori_loop(0, lax.optimization_barrier(jnp.int32(self.parts)), copy_part, None)
 
         if self.tree is not None:
 
             @pl.when(tile == tiles.prefix)
             def from_tree():
-                first = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
-                copy(
-                    self.tree.at[self.sequence, pl.ds(first + j * self.part, self.part), columns]
-                    for j in range(self.parts)
-                )
+                row = (tile - tiles.prefix) * TILE  # not a constant, as which rows beyond the nodes are refused
+                for first in range(0, TILE, self.part):
+                    copy(self.tree.at[self.sequence, pl.ds(row + first, self.part), columns], first)
 
     def mask(self, tiles: Tiles, tile, scores):
         """What a query does not see becomes -inf; whole tiles of the prefix pass as they are."""
         axis = int(self.plan.is_flipped)  # of the queries
 
         def masked():
-            token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - axis, layout=mosaic.MATRIX)
+            # Opaque to the compiler, which would else keep what it knows of positions in registers.
+            zero = lax.optimization_barrier(jnp.int32(0))
+            token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - axis, layout=mosaic.MATRIX) + zero
             is_of_tree = tile == tiles.prefix
             is_visible = token < jnp.where(is_of_tree, self.nodes, tiles.present(tile))
             if self.bits is not None:

@@ -110,50 +110,80 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
 
         return acc, other
 
-    def attend_own(tiles: Tiles, tile, carry):
-        """A tile whose weights are this warpgroup's to find, for both."""
-        acc, top, total = carry
-        slot = tiles.slot_of(tile)
-        scores = score(tiles, tile)
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        weights = jnp.exp2(scores * to_log2 - mosaic.over(new_top * to_log2, TILE))
+    def weigh(scores, top):
+        return jnp.exp2(scores * to_log2 - mosaic.over(top * to_log2, TILE))
+
+    def tell(slot, weights, top):
+        """The other warpgroup, and the tensor cores."""
         rope_s.at[slot][...] = weights.astype(rope_s.dtype)
-        top_s.at[slot][...] = new_top
+        top_s.at[slot][...] = top
         plgpu.commit_smem()
         plgpu.barrier_arrive(is_ready.at[slot])
-        shrink = jnp.exp2((top - new_top) * to_log2)
+
+    def hear(slot):
+        """The largest score up to a tile whose weights the other warpgroup finds."""
+        plgpu.barrier_wait(is_ready.at[slot])
+        return plgpu.load(top_s.at[slot], layout=mosaic.ROW)
+
+    def shrink_of(top, new_top):
+        return jnp.exp2((top - new_top) * to_log2)
+
+    def attend_own(tiles: Tiles, tile, carry):
+        acc, top, total = carry
+        scores = score(tiles, tile)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        weights, shrink = weigh(scores, new_top), shrink_of(top, new_top)
+        tell(tiles.slot_of(tile), weights, new_top)
         acc, weight = add_values(tiles, tile, acc, shrink, lambda: weights.sum(axis=1))
         return acc, new_top, total * shrink + weight
 
     def attend_other(tiles: Tiles, tile, carry):
-        """A tile whose weights the other warpgroup finds."""
         acc, top, total = carry
-        slot = tiles.slot_of(tile)
-        plgpu.barrier_wait(is_ready.at[slot])
-        new_top = plgpu.load(top_s.at[slot], layout=mosaic.ROW)
-        shrink = jnp.exp2((top - new_top) * to_log2)
+        new_top = hear(tiles.slot_of(tile))
+        shrink = shrink_of(top, new_top)
         acc, total = add_values(tiles, tile, acc, shrink, lambda: total * shrink)
+        return acc, new_top, total
+
+    def attend_other_and_own(tiles: Tiles, tile, carry):
+        """Two tiles: this one's weights are the other's to find. While they are added, those of the next are found."""
+        acc, top, total = carry
+        scores = score(tiles, tile + 1)
+        top_before = hear(tiles.slot_of(tile))
+        new_top = jnp.maximum(top_before, scores.max(axis=1))
+
+        def find_weights():
+            weights = weigh(scores, new_top)
+            tell(tiles.slot_of(tile + 1), weights, new_top)
+            return weights.sum(axis=1)
+
+        before, shrink = shrink_of(top, top_before), shrink_of(top_before, new_top)
+        acc, weight = add_values(tiles, tile, acc, before, find_weights)
+        acc, total = add_values(tiles, tile + 1, acc, shrink, lambda: total * before * shrink + weight)
         return acc, new_top, total
 
     def attend(tiles: Tiles):
         """Sum of weighted values, largest score, and sum of the weights that this warpgroup found."""
-        start, end = tiles.start, tiles.end
-        own, other = functools.partial(attend_own, tiles), functools.partial(attend_other, tiles)
-        nothing = (
+        own, other, other_and_own = (
+            functools.partial(attend, tiles) for attend in (attend_own, attend_other, attend_other_and_own)
+        )
+        carry = (
             mosaic.full((TILE, HALF), 0.0, mosaic.MATRIX),
             mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
             mosaic.full((TILE,), 0.0, mosaic.ROW),
         )
-        first = start + me
-        carry = lax.cond((first > start) & (start < end), lambda: other(start, nothing), lambda: nothing)
-        pairs = lax.div(jnp.maximum(end - first, 0), 2)
 
-        def pair(i, carry):
-            return other(first + 2 * i + 1, own(first + 2 * i, carry))
+        pairs = lax.div(jnp.maximum(tiles.end - tiles.start, 0), 2)
+        last = tiles.start + 2 * pairs
 
-        carry = lax.fori_loop(0, pairs, pair, carry)
-        last = first + 2 * pairs
-        return lax.cond(last < end, lambda: own(last, carry), lambda: carry)
+        def all_pairs(pair, single):
+            done = lax.fori_loop(0, pairs, lambda i, carry: pair(tiles.start + 2 * i, carry), carry)
+            return lax.cond(last < tiles.end, lambda: single(last, done), lambda: done)
+
+        return lax.cond(
+            me == 0,
+            lambda: all_pairs(lambda tile, carry: other(tile + 1, own(tile, carry)), own),
+            lambda: all_pairs(other_and_own, other),
+        )
 
     def fetch():
         block.fetch_queries(q_s, q_in)
