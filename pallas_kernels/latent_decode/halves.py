@@ -8,9 +8,9 @@ What decides its form is that a row of keys is 576 wide and that its first 512 a
   which shared memory bounds: 3 KiB are read for each, 24 cycles, where the tensor cores need 16.
 - 64 query rows take 72 KiB and so does a tile, so 227 KiB hold two tiles. There is no room for weights: they lie where
   the rotary part was, which only the scores need.
-- With two tiles, nothing but order hides the way to memory: one tile has to arrive while the other is worked on. So
-  both warpgroups multiply the values of a tile as soon as there are weights, before any of them asks for the scores of
-  a tile that is still on its way: its slot is free at once, and while it fills, the other slot's tile has its turn.
+- With two tiles, nothing but order hides the way to memory and the softmax. Tiles go in pairs, the first with the first
+  warpgroup's weights. Those are found while the scores of the second tile are multiplied, and the second's while the
+  first's values are. A slot is free when its values are added, half by half, and fills while the other's are.
 - A warpgroup of its own fetches a tile in parts, left, right and rotary, each once what was there is read.
 - 128 heads are two sets of rows, and the second finds the keys in the L2 cache.
 """
