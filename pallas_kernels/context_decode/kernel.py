@@ -6,7 +6,7 @@ into contiguous splits, so that there are blocks for every multiprocessor; the p
 log-sum-exp: by the blocks themselves where they are few enough for a cluster, so that no other launch follows. The tree
 is the last tile. Tiles come by TMA through the page table while earlier ones are multiplied, and while the scores of
 one are made weights, the tensor cores still add the values of the one before. Where a block has a multiprocessor to
-itself, a warpgroup of its own fetches.
+itself, a warpgroup of its own fetches, and two that share one set of rows take turns with the tiles.
 """
 
 import functools
@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import mosaic
+from pallas_kernels.context_decode import results
 from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
@@ -154,31 +155,17 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
     parts, tiles_per_page = TILE // part, page_size // part
     splits, stages, warpgroups = plan.splits, plan.stages, plan.warpgroups
     turns, row_sets = plan.turns, plan.row_sets
-    cluster = splits if plan.is_cluster else 1
-    share = min(64, d // cluster)  # columns of the output that are copied as one, and that a block of a cluster merges
+    shapes = results.shapes(plan, b, kv_heads, d)
     to_log2 = scale * mosaic.LOG2_E
 
     def body(rows_ref, pages_ref, first_ref, table_ref, lengths_ref, *refs):
         bits_ref = refs[0] if bits else None
-        o_ref, lse_ref, *scratch = refs[len(bits) :]
-        merged_ref, merged_lse_ref, *scratch = scratch if cluster > 1 else (None, None, *scratch)
-        (
-            ((q_s, k_s, v_s), (o_s, lse_s, other_s)),
-            q_in,
-            k_in,
-            v_in,
-            k_free,
-            v_free,
-            clean,
-            is_read,
-            is_told,
-            *merging,
-        ) = scratch
+        outputs, scratch = refs[len(bits) : len(bits) + len(shapes)], refs[len(bits) + len(shapes) :]
+        ((q_s, k_s, v_s), results_s), q_in, k_in, v_in, k_free, v_free, clean, is_read, *of_results = scratch
         sequence, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
         warpgroup = lax.axis_index("warpgroup")
         me, turn = lax.div(warpgroup, turns), lax.rem(warpgroup, turns)  # which set of rows, and which tiles of keys
         kinds = ((k_s, k_in, k_free), (v_s, v_in, v_free))
-        other_splits = [lax.rem(split + i, cluster) for i in range(1, cluster)]
 
         def row_tile_of(row_set):
             return lax.axis_index("rows") * row_sets + row_set
@@ -352,84 +339,6 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 mosaic.full((TILE,), 0.0, mosaic.ROW),
             )
 
-        def put_lse(lse, target):
-            lse_s.at[me][...] = lse
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_s.at[me], target)
-
-        def cut(output):
-            return [output[:, first : first + share] for first in range(0, d, share)]
-
-        def put_output(pieces, column, target, are_sent):
-            for i, piece in enumerate(pieces):
-                o_s.at[me, i][...] = piece
-            plgpu.commit_smem()
-            for i in are_sent:
-                columns = pl.ds(column + i * share, share)
-                plgpu.copy_smem_to_gmem(o_s.at[me, i, pl.ds(0, rows)], target.at[:, columns])
-
-        def merge_share():
-            """Each block merges its share of the columns, of which it has its own part."""
-            all_written, merge_in = merging
-            row_tile, mine = row_tile_of(me), split * share
-            plgpu.barrier_arrive(all_written)
-            plgpu.barrier_wait(all_written)
-            for other in other_splits:
-                source = o_ref.at[sequence, head, other, row_tile, :, pl.ds(mine, share)]
-                plgpu.copy_gmem_to_smem(source, o_s.at[me, other, pl.ds(0, rows)], merge_in.at[me])
-            lses = [
-                plgpu.load(lse_ref.at[sequence, head, i, row_tile], layout=mosaic.ROW, optimized=False)
-                for i in range(cluster)
-            ]
-            top = functools.reduce(jnp.maximum, lses)
-            weights = [jnp.exp(lse - top) for lse in lses]
-            total = functools.reduce(jnp.add, weights)
-            merged = mosaic.full((TILE, share), 0.0, mosaic.MATRIX)
-            plgpu.barrier_wait(merge_in.at[me])
-            for i, weight in enumerate(weights):
-                merged += plgpu.load(o_s.at[me, i], layout=mosaic.MATRIX) * mosaic.over(weight, share)
-            plgpu.commit_smem()
-
-            @pl.when(split == 0)
-            def _():
-                put_lse(top + jnp.log(total), merged_lse_ref.at[sequence, head, 0, row_tile])
-
-            put_output([merged / mosaic.over(total, share)], mine, merged_ref.at[sequence, head, 0, row_tile], [0])
-
-        def tell(acc, top, total):
-            """Leaves what the second of two warpgroups found that take turns."""
-            for i, piece in enumerate(cut(acc)):
-                o_s.at[turn, i][...] = piece
-            for i, each in enumerate((top, total)):
-                other_s.at[i][...] = each
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(is_told)
-
-        def hear(acc, top, total):
-            """What both found, by the first of them."""
-            plgpu.barrier_wait(is_told)
-            other_top, other_total = (plgpu.load(other_s.at[i], layout=mosaic.ROW) for i in range(2))
-            new_top = jnp.maximum(top, other_top)
-            shrink, other_shrink = (jnp.exp2((x - new_top) * to_log2) for x in (top, other_top))
-            pieces = [
-                mine * mosaic.over(shrink, share)
-                + plgpu.load(o_s.at[1, i], layout=mosaic.MATRIX) * mosaic.over(other_shrink, share)
-                for i, mine in enumerate(cut(acc))
-            ]
-            return pieces, new_top, total * shrink + other_total * other_shrink
-
-        def put(pieces, top, total):
-            has_keys = total > 0
-            divisor = jnp.where(has_keys, total, 1.0)
-            here = (sequence, head, split, row_tile_of(me))
-            put_lse(jnp.where(has_keys, top * scale + jnp.log(divisor), NO_KEYS), lse_ref.at[here])
-            pieces = [piece / mosaic.over(divisor, share) for piece in pieces]
-            put_output(pieces, 0, o_ref.at[here], other_splits if cluster > 1 else range(len(pieces)))
-            if cluster > 1:
-                plgpu.wait_smem_to_gmem(0)
-                merge_share()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
         def multiply():
             tiles = find_tiles()
             if not plan.producer:
@@ -438,33 +347,20 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             acc, top, total = lax.cond(tiles.start + turn < tiles.end, lambda: attend(tiles), nothing)
             plgpu.barrier_arrive(is_read)
             plgpu.barrier_wait(is_read)
-            if turns == 1:
-                put(cut(acc), top, total)
-            else:
-                pl.when(turn == 1)(lambda: tell(acc, top, total))
-                pl.when(turn == 0)(lambda: put(*hear(acc, top, total)))
+            where = sequence, head, split, me, row_tile_of(me), turn
+            results.Results(plan, scale, *where, outputs, results_s, of_results).leave(acc, top, total)
 
         if plan.producer:
             mosaic.share_roles(warpgroup, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)
         else:
             multiply()
 
-    def results(count):
-        return (
-            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, rows, d), jnp.float32),
-            jax.ShapeDtypeStruct((b, kv_heads, count, row_tiles, TILE), jnp.float32),
-        )
-
     barrier = plgpu.Barrier
     scratch: list[Any] = [
         # The output is written when queries, keys and values have been read: to the same place, for it needs much.
         plgpu.RefUnion(
             tuple(mosaic.operand((count, TILE, d), dtype) for count in (row_sets, stages, stages)),
-            (
-                plgpu.SMEM((warpgroups, d // share, TILE, share), jnp.float32),
-                plgpu.SMEM((row_sets, TILE), jnp.float32),
-                plgpu.SMEM((2, TILE), jnp.float32),
-            ),
+            results.shared_memory(plan, d),
         ),
         barrier(num_barriers=row_sets),
         barrier(num_arrivals=parts, num_barriers=stages),
@@ -473,16 +369,10 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
         barrier(num_arrivals=row_sets, num_barriers=stages),
         barrier(),
         barrier(num_arrivals=warpgroups),
-        barrier(),
+        *results.barriers(plan),
     ]
     axes = dict(sequence=b, head=kv_heads, split=splits, rows=row_tiles // row_sets)
-    clusters: dict[str, int] = {}
-    if cluster > 1:
-        clusters["split"] = axes.pop("split")
-        scratch += [
-            plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=row_sets),
-            barrier(num_arrivals=cluster - 1, num_barriers=row_sets),
-        ]
+    clusters = {"split": axes.pop("split")} if plan.is_cluster else {}
     return plgpu.kernel(
         body,
         grid=tuple(axes.values()),
@@ -492,7 +382,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
         num_threads=warpgroups + plan.producer,
         thread_name="warpgroup",
         interpret=interpret,
-        out_type=results(splits) + (results(1) if cluster > 1 else ()),
+        out_type=shapes,
         scratch_types=scratch,
         # A row's scores are in one warp, so no reduction needs the shared memory that would be set aside for it.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),

@@ -87,6 +87,10 @@ class Plan:
         """
         return (224, 56) if self.warpgroups == 2 else None
 
+    def share(self, head_dim: int) -> int:
+        """Columns of the output that are copied as one, and that a block of a cluster merges."""
+        return min(64, head_dim // (self.splits if self.is_cluster else 1))
+
     def shared_bytes(self, head_dim: int) -> int:
         """Of shared memory that a block takes at most."""
         barriers = 512
