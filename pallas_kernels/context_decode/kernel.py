@@ -144,8 +144,7 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
 
 
 def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, interpret):
-    """Outputs f32[B, K, parts, row_tiles, rows, D] and log-sum-exps f32[B, K, parts, row_tiles, 64]: of all keys in one
-    part where a cluster merges the splits, else of each split."""
+    """The last two of `results.Outputs`: of all keys where a cluster merges the splits, else of each split."""
     all_rows, pages, _, page_table, _, *bits = operands
     b, kv_heads, _, d = all_rows.shape
     dtype, row_tiles, rows = all_rows.dtype, plan.row_tiles, plan.rows
@@ -348,7 +347,8 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
             plgpu.barrier_arrive(is_read)
             plgpu.barrier_wait(is_read)
             where = sequence, head, split, me, row_tile_of(me), turn
-            results.Results(plan, scale, *where, outputs, results_s, of_results).leave(acc, top, total)
+            refs = results.Outputs(*outputs), results.Shared(*results_s), results.Barriers(*of_results)
+            results.Results(plan, scale, *where, *refs).leave(acc, top, total)
 
         if plan.producer:
             mosaic.share_roles(warpgroup, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)

@@ -61,8 +61,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.is_cluster and self.splits not in _CLUSTERS:
             raise ValueError(f"splits={self.splits} must be one of {_CLUSTERS} to be a cluster")
+        if self.warpgroups not in (1, 2) or self.row_tiles % self.row_sets:
+            raise ValueError(
+                f"warpgroups={self.warpgroups} must be 1, or 2 where row_tiles={self.row_tiles} is 1 or even"
+            )
         if self.turns > 1 and not self.producer:
-            raise ValueError("warpgroups that take turns need a producer")
+            raise ValueError("producer=False must be True for two warpgroups that take turns")
         if self.producer and (self.stages < 2 * self.turns or self.stages % self.turns):
             # A warpgroup waits for the values of its next tile while it multiplies those of its last.
             raise ValueError(

@@ -6,7 +6,7 @@ merges a share of the output's columns: it keeps its own part of them and gets t
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,34 @@ from pallas_kernels.context_decode.plan import TILE, Plan
 from pallas_kernels.context_decode.reference import NO_KEYS
 
 
+class Outputs(NamedTuple):
+    """In memory: outputs f32[B, K, splits, row_tiles, rows, D] and log-sum-exps f32[B, K, splits, row_tiles, 64] of
+    each split, and where a cluster merges them the same of all keys, as one split."""
+
+    o: Any
+    lse: Any
+    merged: Any = None
+    merged_lse: Any = None
+
+
+class Shared(NamedTuple):
+    """In shared memory: pieces of the output, log-sum-exps, and the other warpgroup's largest scores and sums."""
+
+    o: Any
+    lse: Any
+    other: Any
+
+
+class Barriers(NamedTuple):
+    """For the first of two warpgroups that take turns; for a cluster, when all have written and what it reads is in."""
+
+    is_told: Any
+    all_written: Any = None
+    merge_in: Any = None
+
+
 def shapes(plan: Plan, batch: int, kv_heads: int, head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Outputs f32[B, K, splits, row_tiles, rows, D] and log-sum-exps f32[B, K, splits, row_tiles, 64] of each split;
-    then, where a cluster merges them, the same of all keys in one part."""
+    """Of `Outputs`."""
 
     def of(parts: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         here = (batch, kv_heads, parts, plan.row_tiles)
@@ -35,6 +60,7 @@ def shapes(plan: Plan, batch: int, kv_heads: int, head_dim: int) -> tuple[jax.Sh
 
 
 def shared_memory(plan: Plan, head_dim: int) -> tuple[plgpu.SMEM, ...]:
+    """Of `Shared`."""
     share = plan.share(head_dim)
     return (
         plgpu.SMEM((plan.warpgroups, head_dim // share, TILE, share), jnp.float32),
@@ -44,6 +70,7 @@ def shared_memory(plan: Plan, head_dim: int) -> tuple[plgpu.SMEM, ...]:
 
 
 def barriers(plan: Plan) -> tuple[Any, ...]:
+    """Of `Barriers`."""
     is_told = (plgpu.Barrier(),)
     if not plan.is_cluster:
         return is_told
@@ -64,9 +91,6 @@ class Results:
       sequence, head, split: which block.
       row_set, row_tile: which rows, of the block's and of all.
       turn: which of the warpgroups that take turns.
-      outputs: in memory, of the `shapes`.
-      shared: of `shared_memory`.
-      barriers: as above.
     """
 
     plan: Plan
@@ -77,9 +101,9 @@ class Results:
     row_set: Int[Array, ""]
     row_tile: Int[Array, ""]
     turn: Int[Array, ""]
-    outputs: Any
-    shared: Any
-    barriers: Any
+    outputs: Outputs
+    shared: Shared
+    barriers: Barriers
 
     def leave(self, acc, top, total) -> None:
         """Sum of weighted values, largest score and sum of weights of this warpgroup's tiles."""
@@ -92,44 +116,43 @@ class Results:
 
     @property
     def _share(self) -> int:
-        return self.plan.share(self.outputs[0].shape[-1])
+        return self.plan.share(self.outputs.o.shape[-1])
 
     def _cut(self, output) -> list[Array]:
         return [output[:, first : first + self._share] for first in range(0, output.shape[1], self._share)]
 
     def _tell(self, pieces, top, total) -> None:
         """By the second, for the first."""
-        o_s, _, other_s = self.shared
         for i, piece in enumerate(pieces):
-            o_s.at[1, i][...] = piece
+            self.shared.o.at[1, i][...] = piece
         for i, each in enumerate((top, total)):
-            other_s.at[i][...] = each
+            self.shared.other.at[i][...] = each
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers[0])
+        plgpu.barrier_arrive(self.barriers.is_told)
 
     def _hear(self, pieces, top, total):
         """What both found, by the first."""
-        o_s, _, other_s = self.shared
-        plgpu.barrier_wait(self.barriers[0])
-        other_top, other_total = (plgpu.load(other_s.at[i], layout=mosaic.ROW) for i in range(2))
+        plgpu.barrier_wait(self.barriers.is_told)
+        other_top, other_total = (plgpu.load(self.shared.other.at[i], layout=mosaic.ROW) for i in range(2))
         new_top = jnp.maximum(top, other_top)
         to_log2 = self.scale * mosaic.LOG2_E
         shrink, other_shrink = (jnp.exp2((x - new_top) * to_log2) for x in (top, other_top))
         joined = [
             piece * mosaic.over(shrink, self._share)
-            + plgpu.load(o_s.at[1, i], layout=mosaic.MATRIX) * mosaic.over(other_shrink, self._share)
+            + plgpu.load(self.shared.o.at[1, i], layout=mosaic.MATRIX) * mosaic.over(other_shrink, self._share)
             for i, piece in enumerate(pieces)
         ]
         return joined, new_top, total * shrink + other_total * other_shrink
 
     def _put(self, pieces, top, total) -> None:
-        o, lse = self.outputs[:2]
         has_keys = total > 0
         divisor = jnp.where(has_keys, total, 1.0)
         here = (self.sequence, self.head, self.split, self.row_tile)
-        self._copy_lse(jnp.where(has_keys, top * self.scale + jnp.log(divisor), NO_KEYS), lse.at[here])
+        self._copy_lse(jnp.where(has_keys, top * self.scale + jnp.log(divisor), NO_KEYS), self.outputs.lse.at[here])
         pieces = [piece / mosaic.over(divisor, self._share) for piece in pieces]
-        self._copy(pieces, 0, o.at[here], self._other_splits if self.plan.is_cluster else range(len(pieces)))
+        self._copy(
+            pieces, 0, self.outputs.o.at[here], self._other_splits if self.plan.is_cluster else range(len(pieces))
+        )
         if self.plan.is_cluster:
             plgpu.wait_smem_to_gmem(0)
             self._merge()
@@ -142,12 +165,11 @@ class Results:
     def _merge(self) -> None:
         """Of all splits, this block's share of the columns."""
         o, lse, merged, merged_lse = self.outputs
-        o_s = self.shared[0]
-        all_written, merge_in = self.barriers[1:]
+        o_s, merge_in = self.shared.o, self.barriers.merge_in
         me, share, of_rows, here = self.row_set, self._share, (self.sequence, self.head), self.row_tile
         first = self.split * share
-        plgpu.barrier_arrive(all_written)
-        plgpu.barrier_wait(all_written)
+        plgpu.barrier_arrive(self.barriers.all_written)
+        plgpu.barrier_wait(self.barriers.all_written)
         for other in self._other_splits:
             source = o.at[*of_rows, other, here, :, pl.ds(first, share)]
             plgpu.copy_gmem_to_smem(source, o_s.at[me, other, pl.ds(0, self.plan.rows)], merge_in.at[me])
@@ -171,14 +193,14 @@ class Results:
         self._copy([output / mosaic.over(total, share)], first, merged.at[*of_rows, 0, here], [0])
 
     def _copy_lse(self, lse, target) -> None:
-        lse_s = self.shared[1]
+        lse_s = self.shared.lse
         lse_s.at[self.row_set][...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(lse_s.at[self.row_set], target)
 
     def _copy(self, pieces, column, target, which) -> None:
         """Into shared memory, and some of them from there to their columns of a target."""
-        o_s = self.shared[0]
+        o_s = self.shared.o
         for i, piece in enumerate(pieces):
             o_s.at[self.row_set, i][...] = piece
         plgpu.commit_smem()

@@ -72,13 +72,13 @@ class Block:
     def parts(self) -> int:
         return TILE // self.part
 
-    def page_of(self, tile, part):
-        slot = lax.div(tile, self.pages.shape[1] // self.part) * self.parts + part
+    def page_of(self, tile, i):
+        slot = lax.div(tile, self.pages.shape[1] // self.part) * self.parts + i
         return self.table[self.sequence, jnp.minimum(slot, self.table.shape[1] - 1)]
 
     def pages_of(self, tile):
         """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
-        return [self.page_of(tile, part) for part in range(self.parts)]
+        return [self.page_of(tile, i) for i in range(self.parts)]
 
     def fetch_queries(self, into, arrived):
         plgpu.copy_gmem_to_smem(self.q.at[self.sequence, self.row_tile], into.at[0, pl.ds(0, self.plan.rows)], arrived)
@@ -98,12 +98,12 @@ class Block:
                 copy(self.pages.at[tiles.first_page + page, tokens, columns], first)
 
             if self.parts < 8:
-                for part, page in enumerate(where):
-                    copy_page(page, part * self.part)
+                for i, page in enumerate(where):
+                    copy_page(page, i * self.part)
             else:  # more than there are registers to keep, so each is read when it is needed, in a loop that stays one
 
-                def copy_part(part, _):
-                    copy_page(self.page_of(tile, part), pl.multiple_of(part * self.part, self.part))
+                def copy_part(i, _):
+                    copy_page(self.page_of(tile, i), pl.multiple_of(i * self.part, self.part))
 
                 lax.fori_loop(0, lax.optimization_barrier(jnp.int32(self.parts)), copy_part, None)
 

@@ -164,7 +164,7 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
     def attend(tiles: Tiles):
         """Sum of weighted values, largest score, and sum of the weights that this warpgroup found."""
         own, other, other_and_own = (
-            functools.partial(attend, tiles) for attend in (attend_own, attend_other, attend_other_and_own)
+            functools.partial(step, tiles) for step in (attend_own, attend_other, attend_other_and_own)
         )
         carry = (
             mosaic.full((TILE, HALF), 0.0, mosaic.MATRIX),

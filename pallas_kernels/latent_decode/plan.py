@@ -68,8 +68,8 @@ class Plan:
 def _microseconds(plan: Plan, batch: int, tiles: int) -> float:
     """Roughly what it takes on an H200, where one block fits on a multiprocessor.
 
-    A tile's time is fitted to 8 x 8,192 tokens: 30.2 µs for 16 rows in 16 splits, 49.9 for 128 in 8. What a block's
-    start and the merge add is known only as their sum.
+    A tile's time is fitted to former loops over 8 x 8,192 tokens: 30.2 µs for 16 rows in 16 splits and 49.9 for 128 in
+    8, now 28.5 and 48.6. What a block's start and the merge add is known only as their sum.
     """
     tile, start = 1.95 if plan.is_flipped else 2.25, 10.0
     merge = 0.0 if plan.splits == 1 else 3.0 + 0.1 * plan.splits

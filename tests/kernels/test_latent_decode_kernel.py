@@ -104,14 +104,13 @@ CASES = {
     "two_words_of_bits": Case(64, 1, 128, (0, 70), splits=1, pages_per_sequence=3),
     "several_row_blocks": Case(5, 16, 64, (65, 130), splits=2),
     # More rows than the flipped loop takes.
-    "many_rows": Case(4, 6, 16, (0, 64, 319), splits=1),
+    "many_rows": Case(4, 6, 16, (0, 64, 256, 319), splits=1),
     "many_rows_in_splits": Case(4, 6, 16, (0, 1, 17, 129, 192), splits=3),
     "many_rows_prefix_only": Case(3, 8, 32, (0, 1, 64, 95, 160), splits=2, has_tree=False),
     "many_rows_smallest_pages": Case(2, 12, 8, (9, 70), splits=1, dtype="float16"),
     "many_rows_one_token": Case(1, 24, 64, (0, 200), splits=1),
 }
 SLOW = {
-    "smallest_pages",
     *(f"many_rows_{name}" for name in ("in_splits", "prefix_only", "smallest_pages", "one_token")),
 }
 

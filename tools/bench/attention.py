@@ -1,7 +1,7 @@
 """Attention of decoding, of prefill and of latent (MLA) decoding, one row a case: the Mosaic kernel beside its peers.
 
     python tools/bench/attention.py
-    python tools/bench/attention.py --cases 8x8192:t8 1x1024:t1 --plan splits=2,stages=3 --no-peers
+    python tools/bench/attention.py --cases 8x8192:t8 1x1024:t1 --plan splits=2,stages=4 --no-peers
     python tools/bench/attention.py --cases prefill:0+8192 latent:8x8192:h16:t1
 
 Time is that of one call, prologue and merge included, in a chain of calls inside one program that goes round several

@@ -51,7 +51,7 @@ class Merge:
 
 MERGES = [
     # Of more than 32 parts XLA would transpose the reference's once, outside of the chain.
-    Merge(64, 4, 32),  # 8x8192:t8
+    Merge(64, 4, 32),
     Merge(8, 15, 4),  # 1x8192:t1
     Merge(8, 15, 32),  # 1x8192:t8
     Merge(8, 16, 16, head_dim=512),  # latent:8x8192:h16:t1
