@@ -76,7 +76,7 @@ class Plan:
     @property
     def turns(self) -> int:
         """Warpgroups that share the tiles of keys of one set of rows."""
-        return max(1, self.warpgroups // max(1, self.row_tiles))
+        return self.warpgroups if self.row_tiles == 1 else 1
 
     @property
     def row_sets(self) -> int:
@@ -97,8 +97,7 @@ class Plan:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Of shared memory that a block takes at most."""
-        barriers = 512
-        return self.row_sets * 2 * TILE * head_dim + self.stages * tile_bytes(head_dim) + barriers
+        return _bytes_of_queries(head_dim, self.row_sets) + self.stages * tile_bytes(head_dim)
 
     @staticmethod
     def of(batch: int, rows: int, kv_heads: int, head_dim: int, tiles: int, *, may_cluster: bool = True) -> "Plan":
@@ -145,9 +144,14 @@ def stages_for(head_dim: int, row_sets: int, is_alone: bool) -> int:
 
     A power of two: others were slower, though deeper (8 x 8,192 and 1 x 131,072 tokens: by 5 and 11 % with 3 for 2).
     """
-    queries = Plan(0, row_sets, row_sets, 0, 0, False, False).shared_bytes(head_dim)
-    room = (_SHARED if is_alone else _SHARED_BY_TWO) - queries
+    room = (_SHARED if is_alone else _SHARED_BY_TWO) - _bytes_of_queries(head_dim, row_sets)
     return 1 << (room // tile_bytes(head_dim)).bit_length() - 1
+
+
+def _bytes_of_queries(head_dim: int, row_sets: int) -> int:
+    """Of shared memory, with those of the barriers."""
+    barriers = 512
+    return row_sets * 2 * TILE * head_dim + barriers
 
 
 def tile_bytes(head_dim: int) -> int:

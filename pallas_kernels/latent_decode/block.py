@@ -77,8 +77,11 @@ class Block:
         return self.table[self.sequence, jnp.minimum(slot, self.table.shape[1] - 1)]
 
     def pages_of(self, tile):
-        """Where the parts of a tile are; read ahead of the copies, for which it is an address."""
-        return [self.page_of(tile, i) for i in range(self.parts)]
+        """Where the parts of a tile are, read ahead of the copies, for which it is an address.
+
+        None for eight, more than there are registers to keep: each is read when it is needed.
+        """
+        return [self.page_of(tile, i) for i in range(self.parts)] if self.parts < 8 else None
 
     def fetch_queries(self, into, arrived):
         plgpu.copy_gmem_to_smem(self.q.at[self.sequence, self.row_tile], into.at[0, pl.ds(0, self.plan.rows)], arrived)
@@ -97,10 +100,10 @@ class Block:
             def copy_page(page, first):
                 copy(self.pages.at[tiles.first_page + page, tokens, columns], first)
 
-            if self.parts < 8:
+            if where is not None:
                 for i, page in enumerate(where):
                     copy_page(page, i * self.part)
-            else:  # more than there are registers to keep, so each is read when it is needed, in a loop that stays one
+            else:  # in a loop that stays one, for its end is opaque to the compiler
 
                 def copy_part(i, _):
                     copy_page(self.page_of(tile, i), pl.multiple_of(i * self.part, self.part))
