@@ -100,18 +100,6 @@ def add_product_of_shared(acc, weights, values, meanwhile: Callable[[], Any], in
     return pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def soften(scores: Float[Array, "64 keys"], top: Float[Array, "64"], total: Float[Array, "64"], to_log2: float):
-    """One step of the running softmax: weights, maximum, sum, and by how much what came before shrinks.
-
-    Args:
-      to_log2: factor on the scores, for powers of two.
-    """
-    new_top = jnp.maximum(top, scores.max(axis=1))
-    weights = jnp.exp2(scores * to_log2 - over(new_top * to_log2, scores.shape[1]))
-    shrink = jnp.exp2((top - new_top) * to_log2)
-    return weights, new_top, total * shrink + weights.sum(axis=1), shrink
-
-
 def operand(shape: Sequence[int], dtype) -> plgpu.SMEM:
     """Shared memory with rows of a multiple of 128 bytes, as wgmma reads it, and without bank conflicts."""
     columns = 128 // jnp.dtype(dtype).itemsize

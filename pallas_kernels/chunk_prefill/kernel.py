@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, online_softmax
 from pallas_kernels.chunk_prefill.plan import ROWS, TILE, Plan, unsupported
 from pallas_kernels.chunk_prefill.tiles import Tiles
 from pallas_kernels.context_decode.reference import NO_KEYS
@@ -223,8 +223,8 @@ def _call(
 
             lax.fori_loop(tiles.start, tiles.end, fetch_tile, None)
 
-        def soften(block: _Block, n, scores, top, total, is_masked):
-            """As `mosaic.soften`, of what the rows see."""
+        def soften(block: _Block, n, scores, softmax, is_masked):
+            """As `online_softmax.soften`, of what the rows see."""
             if is_masked:
                 tiles = block.tiles
                 row = block.first_row + me * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.ROW)
@@ -235,12 +235,13 @@ def _call(
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=mosaic.MATRIX)
                 # Every row sees some key of a tile: blocks don't straddle the diagonals of two.
                 scores = jnp.where(key < mosaic.over(limit, TILE), scores, NO_KEYS)
-            return mosaic.soften(scores, top, total, to_log2)
+            return online_softmax.soften(scores, softmax, to_log2, interpret)
 
         def finish(carry, values):
-            acc, weights, top, total = carry
+            acc, weights, softmax = carry
+            total = softmax.total
             output = mosaic.add_product(acc, weights, values, interpret) * mosaic.over(1 / total, d)
-            return output, top * scale + jnp.log(total)
+            return output, softmax.top * scale + jnp.log(total)
 
         def write(block: _Block, output, lse):
             o_s.at[me][...] = output
@@ -271,42 +272,38 @@ def _call(
 
             def step(n, carry, is_masked):
                 """Values of tile n - 1 are added while the scores of tile n, whose keys are there, become weights."""
-                acc, weights, top, total = carry
+                acc, weights, softmax = carry
                 plgpu.barrier_wait(v_in.at[slot_of(n - 1)])
 
                 def meanwhile(scores):
                     release(n, k_free)
-                    softened = lax.optimization_barrier(soften(block, n, scores, top, total, is_masked))
+                    softened = lax.optimization_barrier(soften(block, n, scores, softmax, is_masked))
                     await_keys(n + 1)
                     return softened
 
-                acc, weights, top, total, shrink = mosaic.dot_and_add_product(
+                acc, weights, softmax, shrink = mosaic.dot_and_add_product(
                     q_s.at[me], k_s.at[slot_of(n)], acc, weights, v_s.at[slot_of(n - 1)], meanwhile, interpret
                 )
                 release(n - 1, v_free)
                 # Rounded only now: until here the tensor cores read the weights before from these registers.
-                return acc * mosaic.over(shrink, d), weights.astype(q.dtype), top, total
+                return online_softmax.rescale(acc, shrink, interpret), weights.astype(q.dtype), softmax
 
             start, end = tiles.start, tiles.end
-            acc, top, total = (
-                mosaic.full((ROWS, d), 0.0, mosaic.MATRIX),
-                mosaic.full((ROWS,), NO_KEYS, mosaic.ROW),
-                mosaic.full((ROWS,), 0.0, mosaic.ROW),
-            )
+            acc, empty = mosaic.full((ROWS, d), 0.0, mosaic.MATRIX), online_softmax.nothing()
             plgpu.barrier_wait(q_in.at[me])
 
             @pl.when(start == end)
             def _():
-                write(block, acc, top)
+                write(block, acc, empty.top)
 
             @pl.when(start < end)
             def _():
                 await_keys(start)
                 scores = mosaic.dot(q_s.at[me], k_s.at[0].T, TILE)
                 release(start, k_free)
-                weights, *carry, _ = soften(block, start, scores, top, total, is_masked=True)
+                weights, softmax, _ = soften(block, start, scores, empty, is_masked=True)
                 await_keys(start + 1)
-                carry = acc, weights.astype(q.dtype), *carry
+                carry = acc, weights.astype(q.dtype), softmax
                 whole_end = jnp.clip(tiles.whole, start + 1, end)
                 carry = lax.fori_loop(start + 1, whole_end, functools.partial(step, is_masked=False), carry)
                 carry = lax.fori_loop(whole_end, end, functools.partial(step, is_masked=True), carry)

@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, online_softmax
 from pallas_kernels.context_decode import results
 from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
-from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.lse_merge.kernel import merge_splits
 
@@ -289,7 +288,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
 
             def step(tile, carry):
                 """Values of the tile before are added while the scores of this one become weights."""
-                acc, weights, top, total, value_pages, key_pages = carry
+                acc, weights, softmax, value_pages, key_pages = carry
                 slot, slot_before = tiles.slot_of(tile), tiles.slot_of(tile - turns)
                 plgpu.barrier_wait(k_in.at[slot])
                 if not plan.producer:
@@ -297,58 +296,55 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
 
                 def meanwhile(scores):
                     release(tiles, tile, key_pages, 0)
-                    softened = lax.optimization_barrier(mosaic.soften(mask(tile, scores), top, total, to_log2))
+                    softened = lax.optimization_barrier(
+                        online_softmax.soften(mask(tile, scores), softmax, to_log2, interpret)
+                    )
                     if plan.producer:
                         # Of the next step already. ptxas puts the wait for the running product ahead of the softmax,
                         # but not ahead of a loop, as this wait is.
                         await_values(tile)
                     return softened
 
-                acc, weights, top, total, shrink = mosaic.dot_and_add_product(
+                acc, weights, softmax, shrink = mosaic.dot_and_add_product(
                     queries, k_s.at[slot], acc, weights, v_s.at[slot_before], meanwhile, interpret
                 )
                 release(tiles, tile - turns, value_pages, 1)
                 # Rounded only now: until here the tensor cores read the weights before from these registers.
                 weights = weights.astype(dtype)
-                return acc * mosaic.over(shrink, d), weights, top, total, key_pages, pages_after(tile + 1)
+                acc = online_softmax.rescale(acc, shrink, interpret)
+                return acc, weights, softmax, key_pages, pages_after(tile + 1)
 
             queries, start, end = q_s.at[me], tiles.start + turn, tiles.end
             count = lax.div(end - start + turns - 1, turns)  # of the tiles that are this warpgroup's
-            acc, top, total = nothing()
+            acc, softmax = nothing()
             first_pages, second_pages = pages_after(start), pages_after(start + 1)
             plgpu.barrier_wait(k_in.at[turn])
             scores = mosaic.dot(queries, k_s.at[turn].T, TILE)
             release(tiles, start, first_pages, 0)
-            weights, top, total, _ = mosaic.soften(mask(start, scores), top, total, to_log2)
-            carry = acc, weights.astype(dtype), top, total, first_pages, second_pages
+            weights, softmax, _ = online_softmax.soften(mask(start, scores), softmax, to_log2, interpret)
+            carry = acc, weights.astype(dtype), softmax, first_pages, second_pages
             if plan.producer:
                 await_values(start)
-            acc, weights, top, total, *_ = lax.fori_loop(
-                1, count, lambda i, carry: step(start + i * turns, carry), carry
-            )
+            acc, weights, softmax, *_ = lax.fori_loop(1, count, lambda i, carry: step(start + i * turns, carry), carry)
             last = start + (count - 1) * turns
             if not plan.producer:
                 await_values(last)
-            return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(last)], interpret), top, total
+            return mosaic.add_product(acc, weights, v_s.at[tiles.slot_of(last)], interpret), softmax
 
         def nothing():
-            return (
-                mosaic.full((TILE, d), 0.0, mosaic.MATRIX),
-                mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
-                mosaic.full((TILE,), 0.0, mosaic.ROW),
-            )
+            return mosaic.full((TILE, d), 0.0, mosaic.MATRIX), online_softmax.nothing()
 
         def multiply():
             tiles = find_tiles()
             if not plan.producer:
                 bring_first(tiles)
             plgpu.barrier_wait(q_in.at[me])
-            acc, top, total = lax.cond(tiles.start + turn < tiles.end, lambda: attend(tiles), nothing)
+            acc, softmax = lax.cond(tiles.start + turn < tiles.end, lambda: attend(tiles), nothing)
             plgpu.barrier_arrive(is_read)
             plgpu.barrier_wait(is_read)
             where = sequence, head, split, me, row_tile_of(me), turn
             refs = results.Outputs(*outputs), results.Shared(*results_s), results.Barriers(*of_results)
-            results.Results(plan, scale, *where, *refs).leave(acc, top, total)
+            results.Results(plan, scale, *where, *refs).leave(acc, softmax.top, softmax.total)
 
         if plan.producer:
             mosaic.share_roles(warpgroup, warpgroups, plan.registers, lambda: bring_all(find_tiles()), multiply)
