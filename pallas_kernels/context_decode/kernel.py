@@ -249,7 +249,7 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                         bring(tiles, tile + stages, where, kind)
 
         def attend(tiles: Tiles):
-            """Sum of weighted values, largest score and sum of weights over the tiles of a block that has some."""
+            """Sum of weighted values, and softmax, over the tiles of a block that has some."""
             # Long before they are needed: they come from memory.
             words: list[Array] = []
             if bits_ref is not None:
@@ -315,6 +315,10 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 return acc, weights, softmax, key_pages, pages_after(tile + 1)
 
             queries, start, end = q_s.at[me], tiles.start + turn, tiles.end
+            if row_sets == 2 and not interpret:  # which does not know operands in registers
+                # Where they are, half of what the products of scores read of shared memory is the queries, and the
+                # tensor cores wait for it: one wgmma of 64 rows and keys reads as much of both as it has time for.
+                queries = plgpu.load(queries, layout=mosaic.MATRIX)
             count = lax.div(end - start + turns - 1, turns)  # of the tiles that are this warpgroup's
             acc, softmax = nothing()
             first_pages, second_pages = pages_after(start), pages_after(start + 1)

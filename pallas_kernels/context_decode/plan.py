@@ -134,7 +134,7 @@ def _microseconds(plan: Plan, blocks: int, tiles: int) -> float:
     elif plan.warpgroups == 1:
         tile, start = 1.13, 3.0
     else:
-        tile, start = (1.3, 3.0) if plan.turns == 1 else (1.03, 4.0)
+        tile, start = (1.14, 3.0) if plan.turns == 1 else (1.03, 4.0)
     merge = 0.0 if plan.splits == 1 else 1.0 if plan.is_cluster else 3.0 + 0.1 * plan.splits
     return -(-blocks // places) * (tiles * tile + start) + merge
 

@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """In shared memory: pieces of the output, log-sum-exps, and the other warpgroup's largest scores and sums."""
+    """In shared memory: pieces of the output, log-sum-exps, and `top` and sum of the other warpgroup's softmax."""
 
     o: Any
     lse: Any
@@ -106,7 +106,7 @@ class Results:
     barriers: Barriers
 
     def leave(self, acc, top, total) -> None:
-        """Sum of weighted values, largest score and sum of weights of this warpgroup's tiles."""
+        """Sum of weighted values, and `top` and sum of the softmax, of this warpgroup's tiles."""
         pieces = self._cut(acc)
         if self.plan.turns == 1:
             self._put(pieces, top, total)

@@ -24,10 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic, online_softmax
 from pallas_kernels.context_decode.plan import TILE
+from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.latent_decode.block import HALF, SLOTS, Block
 from pallas_kernels.latent_decode.reference import KEY, LATENT, ROPE
-from pallas_kernels.online_softmax import Softmax
 
 REDUCTION_BYTES = 0  # a row's scores are in one warp
 # Of a thread that multiplies, half of whose are the output, and of one that fetches: together no more than three times
@@ -121,7 +121,7 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         plgpu.barrier_arrive(is_ready.at[slot])
 
     def hear(slot):
-        """The largest score up to a tile whose weights the other warpgroup finds."""
+        """What the weights of a tile that the other warpgroup finds are relative to."""
         plgpu.barrier_wait(is_ready.at[slot])
         return plgpu.load(top_s.at[slot], layout=mosaic.ROW)
 
@@ -129,24 +129,24 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         return jnp.exp2((top - new_top) * to_log2)
 
     def attend_own(tiles: Tiles, tile, carry):
-        acc, (top, sums) = carry
+        acc, top, total = carry
         scores = score(tiles, tile)
         new_top = online_softmax.raise_top(top, scores, to_log2, block.interpret)
         weights, shrink = weigh(scores, new_top), shrink_of(top, new_top)
         tell(tiles.slot_of(tile), weights, new_top)
-        acc, sums = add_values(tiles, tile, acc, shrink, lambda: online_softmax.add_up(sums, shrink, weights))
-        return acc, Softmax(new_top, sums)
+        acc, weight = add_values(tiles, tile, acc, shrink, lambda: weights.sum(axis=1))
+        return acc, new_top, total * shrink + weight
 
     def attend_other(tiles: Tiles, tile, carry):
-        acc, (top, sums) = carry
+        acc, top, total = carry
         new_top = hear(tiles.slot_of(tile))
         shrink = shrink_of(top, new_top)
-        acc, sums = add_values(tiles, tile, acc, shrink, lambda: online_softmax.add_up(sums, shrink))
-        return acc, Softmax(new_top, sums)
+        acc, total = add_values(tiles, tile, acc, shrink, lambda: total * shrink)
+        return acc, new_top, total
 
     def attend_other_and_own(tiles: Tiles, tile, carry):
         """Two tiles: this one's weights are the other's to find. While they are added, those of the next are found."""
-        acc, (top, sums) = carry
+        acc, top, total = carry
         scores = score(tiles, tile + 1)
         top_before = hear(tiles.slot_of(tile))
         new_top = online_softmax.raise_top(top_before, scores, to_log2, block.interpret)
@@ -154,19 +154,24 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         def find_weights():
             weights = weigh(scores, new_top)
             tell(tiles.slot_of(tile + 1), weights, new_top)
-            return online_softmax.add_up(sums, before * shrink, weights)
+            return weights.sum(axis=1)
 
         before, shrink = shrink_of(top, top_before), shrink_of(top_before, new_top)
-        acc, sums = add_values(tiles, tile, acc, before, find_weights)
-        acc, _ = add_values(tiles, tile + 1, acc, shrink, lambda: None)
-        return acc, Softmax(new_top, sums)
+        acc, weight = add_values(tiles, tile, acc, before, find_weights)
+        acc, total = add_values(tiles, tile + 1, acc, shrink, lambda: total * before * shrink + weight)
+        return acc, new_top, total
 
     def attend(tiles: Tiles):
-        """Sum of weighted values, largest score, and sum of the weights that this warpgroup found."""
+        """Sum of weighted values, what weights are relative to, and sum of those that this warpgroup found."""
         own, other, other_and_own = (
             functools.partial(step, tiles) for step in (attend_own, attend_other, attend_other_and_own)
         )
-        carry = mosaic.full((TILE, HALF), 0.0, mosaic.MATRIX), online_softmax.nothing()
+        carry = (
+            mosaic.full((TILE, HALF), 0.0, mosaic.MATRIX),
+            mosaic.full((TILE,), NO_KEYS, mosaic.ROW),
+            mosaic.full((TILE,), 0.0, mosaic.ROW),
+        )
+
         pairs = lax.div(jnp.maximum(tiles.end - tiles.start, 0), 2)
         last = tiles.start + 2 * pairs
 
@@ -187,10 +192,10 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
     def multiply():
         tiles = block.find_tiles()
         plgpu.barrier_wait(q_in)
-        acc, softmax = attend(tiles)
-        total_s.at[me][...] = softmax.total
+        acc, top, total = attend(tiles)
+        total_s.at[me][...] = total
         plgpu.barrier_arrive(is_done)
         plgpu.barrier_wait(is_done)
-        block.write(acc, softmax.top, softmax.total + plgpu.load(total_s.at[1 - me], layout=mosaic.ROW), o_s, lse_s)
+        block.write(acc, top, total + plgpu.load(total_s.at[1 - me], layout=mosaic.ROW), o_s, lse_s)
 
     mosaic.share_roles(me, 2, _REGISTERS, fetch, multiply)

@@ -27,3 +27,8 @@ def random_ancestors(random: np.random.Generator, batch: int, nodes: int) -> np.
                 words[b, node] = words[b, random.integers(node)]
             words[b, node, node // 32] |= np.uint32(1 << node % 32)
     return words
+
+
+def steepness(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Factors on queries, of which some see scores that grow far beyond the first, and some weights that are equal."""
+    return random.choice([0.0, 1.0, 8.0, 24.0], shape)[..., None]

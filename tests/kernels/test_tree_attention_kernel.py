@@ -97,7 +97,7 @@ def test_equals_the_reference_over_tree_and_parts(case, capfd):
     output = cached_run(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     x = case.draw()
-    # Weights and the output are rounded, each by 2^-9 of itself at most in bfloat16 and 2^-12 in float16.
+    # Weights and the output are rounded, each to 8 bits in bfloat16 and 11 in float16.
     largest = max(float(jnp.max(jnp.abs(values))) for values in (x["v"], unpack(x["parts"])[0]))
     np.testing.assert_allclose(output, case.reference(x), atol=2**-8 * largest)
 
