@@ -3,8 +3,9 @@
 The weights of a row need not be relative to its largest score so far, for what is found is divided by their sum in the
 end: any score does from which the largest is not so far that float32 or a weight's own type would overflow. So what a
 row's weights are relative to, its `top`, stays as it is until a score is above it by more than `_SLACK` powers of two,
-and then rises to the largest, for all rows of a warp at once. After the first tiles that is rare, so most tiles need
-neither a reduction over the four threads that share a row nor another scale for the sum of the values.
+and then rises to the largest. After the first tiles that is rare, and where no row of a warp needs it, the warp leaves
+out the reduction over the four threads that share a row, and the other scale for the sum of the values. What a row
+gives does not depend on other rows.
 """
 
 import functools
@@ -67,16 +68,21 @@ def soften(
 def raise_top(
     top: Float[Array, "64"], scores: Float[Array, "64 keys"], to_log2: float, interpret
 ) -> Float[Array, "64"]:
-    """The largest score of each row so far where one is far above `top`, in the row or another of its warp."""
+    """The largest score of a row so far where it is far above the row's `top`, else that."""
     slack, largest = _SLACK / to_log2, _fold(jnp.maximum, scores)
-    if interpret:  # the interpreter knows nothing of warps
+    if interpret:
         of_row = largest.max(axis=1)
         return jnp.where(of_row > top + slack, of_row, top)
 
     @plgpu.inline_mgpu(arg_types=(mosaic.ROW, mosaic.MATRIX), return_type=_like(top, mosaic.ROW))
     def run(_, top, largest):
-        limit = (top + slack).broadcast_in_dim(largest.shape, (0,), largest.layout)
-        return _where_any(largest > limit, lambda: largest.reduce("max", 1).max(top), top)
+        limit = top + slack
+
+        def compute():
+            of_row = largest.reduce("max", 1)
+            return (of_row > limit).select(of_row, top)
+
+        return _where_any(largest > limit.broadcast_in_dim(largest.shape, (0,), largest.layout), compute, top)
 
     return run(top, largest)
 

@@ -195,6 +195,15 @@ def test_huge_values_in_unused_rows_do_not_change_a_bit():
         np.testing.assert_array_equal(got, expected)
 
 
+def test_what_a_node_gets_does_not_depend_on_the_queries_of_others():
+    case = CASES["steep"]
+    x = case.draw()
+    others_flat = x | {"q": x["q"].at[:, 1:].set(0)}
+    for got, expected in zip(case.run(others_flat), poisoned_run(case), strict=True):
+        np.testing.assert_array_equal(got[:, 0], expected[:, 0])
+        assert np.any(got[:, 1:] != expected[:, 1:])
+
+
 def test_siblings_do_not_see_each_other():
     #     0
     #    / \
