@@ -50,7 +50,7 @@ def pad(x: Array, axis: int, size: int) -> Array:
 
 
 def dot(lhs, rhs, width: int) -> Float[Array, "64 width"]:
-    """Operands in shared memory: the form that the interpreter runs too."""
+    """lhs @ rhs: `rhs` in shared memory, and `lhs` there, where the interpreter knows it too, or in registers."""
 
     def run(acc):
         plgpu.wgmma(acc, lhs, rhs)
@@ -69,7 +69,7 @@ def add_product(acc, weights, values, interpret):
 
 
 def dot_and_add_product(queries, keys, acc, weights, values, meanwhile: Callable[[Array], Any], interpret):
-    """`add_product`, and the result of `meanwhile` on queries @ keys.T, for which it does not wait for the sum."""
+    """`add_product`, and the result of `meanwhile` on queries @ keys.T (as `dot`), which does not wait for the sum."""
     width = keys.shape[0]
     if interpret:
         return add_product(acc, weights, values, interpret), *meanwhile(dot(queries, keys.T, width))

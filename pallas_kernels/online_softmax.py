@@ -4,8 +4,11 @@ The weights of a row need not be relative to its largest score so far, for what 
 end: any score does from which the largest is not so far that float32 or a weight's own type would overflow. So what a
 row's weights are relative to, its `top`, stays as it is until a score is above it by more than `_SLACK` powers of two,
 and then rises to the largest. After the first tiles that is rare, and where no row of a warp needs it, the warp leaves
-out the reduction over the four threads that share a row, and the other scale for the sum of the values. What a row
+out the reduction of maxima over the four threads that share a row, and rescaling the sum of the values. What a row
 gives does not depend on other rows.
+
+A row that one key dominates pays with accuracy: that key's weight was 1, and is now rounded like any other where it
+meets the values, but not in the sum of weights: by up to 2^-8 of itself in bfloat16, 2^-11 in float16.
 """
 
 import functools
@@ -26,7 +29,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.context_decode.reference import NO_KEYS
 
 _SLACK = 8.0  # weights up to 256
-_COLUMNS = 8  # of a matrix in which each of the threads that share a row has values of its own, two
+_COLUMNS = 8  # of scores, of which each of the four threads that share a row has two
 
 
 class Softmax(NamedTuple):
@@ -34,7 +37,7 @@ class Softmax(NamedTuple):
 
     Attributes:
       top: what the weights of a row are relative to, a score.
-      sums: of weights, one in eight each.
+      sums: of weights; column c has those of keys c, c + 8, and so on.
     """
 
     top: Float[Array, "64"]
@@ -70,27 +73,21 @@ def raise_top(
 ) -> Float[Array, "64"]:
     """The largest score of a row so far where it is far above the row's `top`, else that."""
     slack, largest = _SLACK / to_log2, _fold(jnp.maximum, scores)
-    if interpret:
-        of_row = largest.max(axis=1)
-        return jnp.where(of_row > top + slack, of_row, top)
 
     @plgpu.inline_mgpu(arg_types=(mosaic.ROW, mosaic.MATRIX), return_type=_like(top, mosaic.ROW))
     def run(_, top, largest):
-        limit = top + slack
+        limit = (top + slack).broadcast_in_dim(largest.shape, (0,), largest.layout)
+        return _where_any(largest > limit, lambda: largest.reduce("max", 1), top)
 
-        def compute():
-            of_row = largest.reduce("max", 1)
-            return (of_row > limit).select(of_row, top)
-
-        return _where_any(largest > limit.broadcast_in_dim(largest.shape, (0,), largest.layout), compute, top)
-
-    return run(top, largest)
+    of_row = largest.max(axis=1) if interpret else run(top, largest)
+    return jnp.where(of_row > top + slack, of_row, top)
 
 
 def rescale(acc: Float[Array, "64 D"], shrink: Float[Array, "64"], interpret) -> Float[Array, "64 D"]:
-    """acc * shrink, which warps leave out whose rows all keep their `top`."""
+    """acc * shrink, at most 1, which warps leave out whose rows all keep their `top`."""
     if interpret:
-        return acc * mosaic.over(shrink, acc.shape[1])
+        shrink = mosaic.over(shrink, acc.shape[1])
+        return jnp.where(shrink < 1.0, acc * shrink, acc)
 
     @plgpu.inline_mgpu(arg_types=(mosaic.MATRIX, mosaic.ROW), return_type=_like(acc, mosaic.MATRIX))
     def run(_, acc, shrink):
@@ -111,7 +108,10 @@ def _fold(operation, x: Float[Array, "64 keys"]) -> Float[Array, "64 8"]:
 def _where_any(
     condition: mgpu.FragmentedArray, compute: Callable[[], mgpu.FragmentedArray], otherwise: mgpu.FragmentedArray
 ) -> mgpu.FragmentedArray:
-    """What `compute` returns in warps where the condition holds anywhere; others leave it out."""
+    """What `compute` returns in warps where the condition holds anywhere; others leave it out.
+
+    All threads of a warp take the same branch, as shuffles in it need.
+    """
     i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
     flags = [flag for register in condition.registers.flat for flag in _elements(register)]
     mine = arith.extui(i32, functools.reduce(arith.ori, flags))

@@ -315,9 +315,9 @@ def _call(plan: Plan, operands: list, num_pages: int, nodes: int, scale: float, 
                 return acc, weights, softmax, key_pages, pages_after(tile + 1)
 
             queries, start, end = q_s.at[me], tiles.start + turn, tiles.end
-            if row_sets == 2 and not interpret:  # which does not know operands in registers
-                # Where they are, half of what the products of scores read of shared memory is the queries, and the
-                # tensor cores wait for it: one wgmma of 64 rows and keys reads as much of both as it has time for.
+            if row_sets == 2 and not interpret:  # the interpreter multiplies no registers
+                # From shared memory each wgmma of 64 rows, 64 keys and 16 columns would read 2 KiB of queries beside
+                # 2 KiB of keys, which takes the 32 cycles of the product, and two sets of rows do it at the same time.
                 queries = plgpu.load(queries, layout=mosaic.MATRIX)
             count = lax.div(end - start + turns - 1, turns)  # of the tiles that are this warpgroup's
             acc, softmax = nothing()

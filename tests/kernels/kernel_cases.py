@@ -32,3 +32,8 @@ def random_ancestors(random: np.random.Generator, batch: int, nodes: int) -> np.
 def steepness(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Factors on queries, of which some see scores that grow far beyond the first, and some weights that are equal."""
     return random.choice([0.0, 1.0, 8.0, 24.0], shape)[..., None]
+
+
+def rounding(dtype: str) -> float:
+    """By how much of itself a weight is rounded at most, to 8 bits in bfloat16 and 11 in float16."""
+    return {"bfloat16": 2**-8, "float16": 2**-11}[dtype]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from h200 import NEEDS_COMPILER, assert_without_spills, compile_for_h200
 from jax.sharding import PartitionSpec as P
-from kernel_cases import INTERPRET, random_ancestors, steepness
+from kernel_cases import INTERPRET, random_ancestors, rounding, steepness
 
 from jaxspec.cache.paged import TargetCache
 from jaxspec.cache.pages import PageGeometry
@@ -176,9 +176,8 @@ def test_equals_the_reference_over_prefix_and_tree_whatever_unused_pages_hold(ca
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     clean = case.draw(poison=0.0)
     expected, expected_lse = case.reference(clean)
-    # A weight is rounded to 8 bits in bfloat16, by 2^-8 of itself at most; float16 has three bits more.
     largest = max(float(jnp.max(jnp.abs(clean[name]))) for name in ("pages", "tree_v"))
-    np.testing.assert_allclose(output, expected, atol=2**-8 * largest)
+    np.testing.assert_allclose(output, expected, atol=rounding(case.dtype) * largest)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-6)
 
 
@@ -196,12 +195,13 @@ def test_huge_values_in_unused_rows_do_not_change_a_bit():
 
 
 def test_what_a_node_gets_does_not_depend_on_the_queries_of_others():
-    case = CASES["steep"]
+    # This one has scores that are not far enough above those before in tiles in which others of its warp have.
+    case, node = CASES["steep"], 1
     x = case.draw()
-    others_flat = x | {"q": x["q"].at[:, 1:].set(0)}
-    for got, expected in zip(case.run(others_flat), poisoned_run(case), strict=True):
-        np.testing.assert_array_equal(got[:, 0], expected[:, 0])
-        assert np.any(got[:, 1:] != expected[:, 1:])
+    alone = jnp.zeros_like(x["q"]).at[:, node].set(x["q"][:, node])
+    for got, expected in zip(case.run(x | {"q": alone}), poisoned_run(case), strict=True):
+        np.testing.assert_array_equal(got[:, node], expected[:, node])
+        assert np.any(got != expected)
 
 
 def test_siblings_do_not_see_each_other():

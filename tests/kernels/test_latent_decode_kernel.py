@@ -17,6 +17,7 @@ from kernel_cases import (
     INTERPRET,
     cases_of,
     random_ancestors,
+    rounding,
     steepness,
 )
 
@@ -128,9 +129,8 @@ def poisoned_run(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def assert_equals_reference(case: Case, output: np.ndarray, lse: np.ndarray) -> None:
     clean = case.draw(poison=0.0)
     expected, expected_lse = case.reference(clean)
-    # A weight is rounded to 8 bits in bfloat16, by 2^-8 of itself at most; float16 has three bits more.
     largest = max(float(jnp.max(jnp.abs(clean[name]))) for name in ("pages", "tree"))
-    np.testing.assert_allclose(output, expected, atol=2**-8 * largest)
+    np.testing.assert_allclose(output, expected, atol=rounding(case.dtype) * largest)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-6)
 
 
