@@ -1,13 +1,16 @@
 """What the tests of several kernels share: simulation and trees."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import watched_products  # noqa: F401  (as it is imported, products are watched)
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+Outcome = tuple[np.ndarray, np.ndarray]  # output and log-sum-exp
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -34,6 +37,15 @@ def steepness(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
     return random.choice([0.0, 1.0, 8.0, 24.0], shape)[..., None]
 
 
-def rounding(dtype: str) -> float:
-    """By how much of itself a weight is rounded at most, to 8 bits in bfloat16 and 11 in float16."""
-    return {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
+def assert_same_attention(got: Outcome, expected: Outcome, values: Iterable[Array], dtype: str) -> None:
+    """Outputs (rows of one sequence along the first axis) and log-sum-exps, up to the rounding of weights."""
+    (output, lse), (expected_output, expected_lse) = got, expected
+    rounding = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]  # of a weight by so much of itself at most
+    largest = max(float(jnp.max(jnp.abs(each))) for each in values)
+    # Half of it on average, and less where several weights share a row.
+    np.testing.assert_allclose(output, expected_output, atol=rounding / 2 * largest)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-6)
+    # Many weights are rounded up and down: over a long context one value too few is less than the bound above.
+    for i, (rows, expected_rows) in enumerate(zip(output, expected_output, strict=True)):
+        error = np.linalg.norm(rows - expected_rows)
+        assert error <= rounding * np.linalg.norm(expected_rows), f"rows {i}: {error}"
