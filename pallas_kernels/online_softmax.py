@@ -12,7 +12,6 @@ meets the values, but not in the sum of weights: by up to 2^-8 of itself in bflo
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -62,8 +61,7 @@ def soften(
       to_log2: factor on the scores, for powers of two.
     """
     top = raise_top(before.top, scores, to_log2, interpret)
-    shrink = jnp.exp2((before.top - top) * to_log2)
-    weights = jnp.exp2(scores * to_log2 - mosaic.over(top * to_log2, scores.shape[1]))
+    shrink, weights = shrink_of(before.top, top, to_log2), weigh(scores, top, to_log2)
     sums = before.sums * mosaic.over(shrink, _COLUMNS) + _fold(jnp.add, weights)
     return weights, Softmax(top, sums), shrink
 
@@ -81,6 +79,15 @@ def raise_top(
 
     of_row = largest.max(axis=1) if interpret else run(top, largest)
     return jnp.where(of_row > top + slack, of_row, top)
+
+
+def weigh(scores: Float[Array, "64 keys"], top: Float[Array, "64"], to_log2: float) -> Float[Array, "64 keys"]:
+    return jnp.exp2(scores * to_log2 - mosaic.over(top * to_log2, scores.shape[1]))
+
+
+def shrink_of(before: Float[Array, "64"], top: Float[Array, "64"], to_log2: float) -> Float[Array, "64"]:
+    """By what factor weights relative to `before` shrink, to be relative to `top`."""
+    return jnp.exp2((before - top) * to_log2)
 
 
 def rescale(acc: Float[Array, "64 D"], shrink: Float[Array, "64"], interpret) -> Float[Array, "64 D"]:
@@ -113,7 +120,11 @@ def _where_any(
     All threads of a warp take the same branch, as shuffles in it need.
     """
     i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
-    flags = [flag for register in condition.registers.flat for flag in _elements(register)]
+    flags = [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for register in condition.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
     mine = arith.extui(i32, functools.reduce(arith.ori, flags))
     vote = (
         "{ .reg .pred mine, any; setp.ne.u32 mine, $1, 0; vote.sync.any.pred any, mine, -1; selp.u32 $0, 1, 0, any; }"
@@ -128,10 +139,3 @@ def _where_any(
         scf.yield_(kept)
     registers = np.array(list(branch.results), object).reshape(otherwise.registers.shape)
     return mgpu.FragmentedArray(_registers=registers, _layout=otherwise.layout, _is_signed=otherwise.is_signed)
-
-
-def _elements(register: ir.Value) -> list[ir.Value]:
-    if not isinstance(register.type, ir.VectorType):
-        return [register]
-    count = math.prod(ir.VectorType(register.type).shape)
-    return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count)]

@@ -22,12 +22,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic, online_softmax
+from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.latent_decode.block import HALF, SLOTS, Block
 from pallas_kernels.latent_decode.reference import KEY, LATENT, ROPE
+from pallas_kernels.online_softmax import raise_top, rescale, shrink_of, weigh
 
 REDUCTION_BYTES = 0  # a row's scores are in one warp
 # Of a thread that multiplies, half of whose are the output, and of one that fetches: together no more than three times
@@ -101,7 +102,7 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         values = halves_s.at[me, slot]
         block.clear_unused(tiles, tile, values)
         acc, other = mosaic.add_product_of_shared(
-            online_softmax.rescale(acc, shrink, block.interpret), rope_s.at[slot], values, meanwhile, block.interpret
+            rescale(acc, shrink, block.interpret), rope_s.at[slot], values, meanwhile, block.interpret
         )
 
         @pl.when(tile + SLOTS < tiles.end)
@@ -109,9 +110,6 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
             plgpu.barrier_arrive(is_spent.at[me * SLOTS + slot])
 
         return acc, other
-
-    def weigh(scores, top):
-        return jnp.exp2(scores * to_log2 - mosaic.over(top * to_log2, TILE))
 
     def tell(slot, weights, top):
         """The other warpgroup, and the tensor cores."""
@@ -125,14 +123,11 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         plgpu.barrier_wait(is_ready.at[slot])
         return plgpu.load(top_s.at[slot], layout=mosaic.ROW)
 
-    def shrink_of(top, new_top):
-        return jnp.exp2((top - new_top) * to_log2)
-
     def attend_own(tiles: Tiles, tile, carry):
         acc, top, total = carry
         scores = score(tiles, tile)
-        new_top = online_softmax.raise_top(top, scores, to_log2, block.interpret)
-        weights, shrink = weigh(scores, new_top), shrink_of(top, new_top)
+        new_top = raise_top(top, scores, to_log2, block.interpret)
+        weights, shrink = weigh(scores, new_top, to_log2), shrink_of(top, new_top, to_log2)
         tell(tiles.slot_of(tile), weights, new_top)
         acc, weight = add_values(tiles, tile, acc, shrink, lambda: weights.sum(axis=1))
         return acc, new_top, total * shrink + weight
@@ -140,7 +135,7 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
     def attend_other(tiles: Tiles, tile, carry):
         acc, top, total = carry
         new_top = hear(tiles.slot_of(tile))
-        shrink = shrink_of(top, new_top)
+        shrink = shrink_of(top, new_top, to_log2)
         acc, total = add_values(tiles, tile, acc, shrink, lambda: total * shrink)
         return acc, new_top, total
 
@@ -149,14 +144,14 @@ def run(block: Block, shared, top_s, total_s, lse_s, q_in, halves_in, rope_in, i
         acc, top, total = carry
         scores = score(tiles, tile + 1)
         top_before = hear(tiles.slot_of(tile))
-        new_top = online_softmax.raise_top(top_before, scores, to_log2, block.interpret)
+        new_top = raise_top(top_before, scores, to_log2, block.interpret)
 
         def find_weights():
-            weights = weigh(scores, new_top)
+            weights = weigh(scores, new_top, to_log2)
             tell(tiles.slot_of(tile + 1), weights, new_top)
             return weights.sum(axis=1)
 
-        before, shrink = shrink_of(top, top_before), shrink_of(top_before, new_top)
+        before, shrink = shrink_of(top, top_before, to_log2), shrink_of(top_before, new_top, to_log2)
         acc, weight = add_values(tiles, tile, acc, before, find_weights)
         acc, total = add_values(tiles, tile + 1, acc, shrink, lambda: total * before * shrink + weight)
         return acc, new_top, total

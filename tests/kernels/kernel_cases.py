@@ -38,7 +38,7 @@ def steepness(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
 
 
 def assert_same_attention(got: Outcome, expected: Outcome, values: Iterable[Array], dtype: str) -> None:
-    """Outputs (rows of one sequence along the first axis) and log-sum-exps, up to the rounding of weights."""
+    """Outputs, each of the first axis for itself too, and log-sum-exps, up to the rounding of weights."""
     (output, lse), (expected_output, expected_lse) = got, expected
     rounding = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]  # of a weight by so much of itself at most
     largest = max(float(jnp.max(jnp.abs(each))) for each in values)
