@@ -25,9 +25,9 @@ def simulation(interpret: bool | plgpu.InterpretGPUParams | None) -> plgpu.Inter
 
 def unsupported_scale(scale: float) -> str | None:
     """Why a kernel does not take the scale of the scores, as the rule that it breaks, or None where it does."""
-    if scale > 0:
+    if 0 < scale < math.inf:
         return None
-    return f"scale={scale} must be positive: the largest product is taken for the largest score"
+    return f"scale={scale} must be positive and finite: the largest product is taken for the largest score"
 
 
 def first_page(layer: int | Int[Array, ""], pages_per_layer: int) -> Int[Array, "1"]:

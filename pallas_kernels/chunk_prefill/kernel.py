@@ -21,6 +21,7 @@ from pallas_kernels.chunk_prefill.plan import ROWS, TILE, Plan, unsupported
 from pallas_kernels.chunk_prefill.tiles import Tiles
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import merge
+from pallas_kernels.shapes import check_shapes
 
 
 class Prefix(NamedTuple):
@@ -75,8 +76,18 @@ def chunk_prefill(
       Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 without keys.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
+    given = {"q": (q, "C H D")}
+    if chunk is not None:
+        given |= {"the chunk's keys": (chunk[0], "C K D"), "the chunk's values": (chunk[1], "C K D")}
+    if prefix is not None:
+        given |= {
+            "prefix.pages": (prefix.pages, "L 2 P S K D"),
+            "prefix.page_row": (prefix.page_row, "M"),
+            "prefix.length": (prefix.length, ""),
+        }
+    check_shapes(**given)
     c, h, d = q.shape
     broken = _unsupported(q, chunk, prefix, scale)
     if broken:
@@ -121,13 +132,10 @@ def _unsupported(q, chunk, prefix: Prefix | None, scale: float) -> str | None:
     for name, x in keys.items():
         if x.dtype != q.dtype:
             return f"q is {q.dtype.name} and {name} {x.dtype.name}: both must be the same"
-    kv_heads = {x.shape[-2] for x in keys.values()}
-    if len(kv_heads) > 1:
-        return f"KV heads of cache and chunk differ ({sorted(kv_heads)}): they must be the same"
     return unsupported(
         dtype=q.dtype,
         heads=q.shape[1],
-        kv_heads=kv_heads.pop(),
+        kv_heads=_kv_heads(chunk or (), prefix),
         head_dim=q.shape[2],
         page_size=prefix.pages.shape[3] if prefix else None,
     )

@@ -24,6 +24,7 @@ from pallas_kernels.context_decode import results
 from pallas_kernels.context_decode.plan import TILE, Plan, round_up, unsupported
 from pallas_kernels.context_decode.tiles import Tiles
 from pallas_kernels.lse_merge.kernel import merge_splits
+from pallas_kernels.shapes import check_shapes
 
 _COPIED = 8  # a copy begins at, and takes, a multiple of so many rows
 
@@ -50,7 +51,7 @@ def context_decode(
       Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 without keys.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
     return _decode(q, pages, layer, page_table, lengths, None, scale, plan, interpret)
 
@@ -79,12 +80,21 @@ def tree_decode(
       Float32 output of one softmax over prefix and tree, and its log-sum-exp.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
     return _decode(q, pages, layer, page_table, lengths, (tree_k, tree_v, ancestors), scale, plan, interpret)
 
 
 def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
+    given = {
+        "q": (q, "B T H D"),
+        "pages": (pages, "L 2 P S K D"),
+        "page_table": (page_table, "B M"),
+        "lengths": (lengths, "B"),
+    }
+    if tree is not None:
+        given |= {"tree_k": (tree[0], "B T K D"), "tree_v": (tree[1], "B T K D"), "ancestors": (tree[2], "B T 2")}
+    check_shapes(**given)
     b, t, h, d = q.shape
     page_size, kv_heads = pages.shape[3:5]
     group = h // kv_heads

@@ -30,7 +30,7 @@ def unsupported(*, dtype, tokens: int, heads: int, kv_heads: int, head_dim: int,
         return f"{tokens} query tokens must be 1 to {MAX_TOKENS}, as many as there are ancestor bits"
     if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
         return f"{heads} query heads must be 1 to {MAX_GROUP} times the {kv_heads} KV heads"
-    if page_size % 8 or (page_size % TILE and TILE % page_size):
+    if page_size < 8 or page_size % 8 or (page_size % TILE and TILE % page_size):
         return f"pages of {page_size} tokens on a device must have 8, 16, 32 or a multiple of {TILE}"
     return None
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import mosaic
+from pallas_kernels.shapes import check_shapes
 
 _BOX = 256  # elements of a dimension that the TMA copies at once
 _BLOCK_BYTES = 2**15  # of shared memory: several blocks on a multiprocessor, so that their waits overlap
@@ -45,10 +46,20 @@ def commit_rows(
       interpret: simulate the kernel on the CPU; None does where that is the default backend.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
+    check_shapes(
+        pages=(pages, "L 2 P S K D"),
+        pending=(pending, "L 2 slots T K D"),
+        nodes=(nodes, "B A"),
+        page=(page, "B A"),
+        offset=(offset, "B A"),
+        is_written=(is_written, "B A"),
+    )
     *_, kv_heads, head_dim = pages.shape
     broken = unsupported(dtype=pages.dtype, pending_dtype=pending.dtype, kv_heads=kv_heads, head_dim=head_dim)
+    if len(nodes) > pending.shape[2]:
+        broken = broken or f"{len(nodes)} sequences must be at most the {pending.shape[2]} slots of pending rows"
     if broken:
         raise ValueError(f"{broken}; use the reference for this")
     interpret = mosaic.simulation(interpret)

@@ -21,6 +21,7 @@ from pallas_kernels.latent_decode.block import Block
 from pallas_kernels.latent_decode.plan import Plan, unsupported
 from pallas_kernels.latent_decode.reference import LATENT
 from pallas_kernels.lse_merge.kernel import merge_splits
+from pallas_kernels.shapes import check_shapes
 
 
 def latent_decode(
@@ -45,7 +46,7 @@ def latent_decode(
       Float32 output normalised by its own softmax, and the log-sum-exp of the scores; 0 and -1e30 without keys.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
     return _decode(q, pages, layer, page_table, lengths, None, scale, plan, interpret)
 
@@ -73,12 +74,21 @@ def latent_tree_decode(
       Float32 output of one softmax over prefix and tree, and its log-sum-exp.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take (see `unsupported`).
+      ValueError: shapes or types that the kernel does not take (see `unsupported`), or shapes that don't go together.
     """
     return _decode(q, pages, layer, page_table, lengths, (tree, ancestors), scale, plan, interpret)
 
 
 def _decode(q, pages, layer, page_table, lengths, tree, scale, plan, interpret):
+    given = {
+        "q": (q, "B T H row"),
+        "pages": (pages, "L P S row"),
+        "page_table": (page_table, "B M"),
+        "lengths": (lengths, "B"),
+    }
+    if tree is not None:
+        given |= {"tree": (tree[0], "B T row"), "ancestors": (tree[1], "B T 2")}
+    check_shapes(**given)
     b, t, h, _ = q.shape
     page_size = pages.shape[2]
     broken = unsupported(
@@ -123,8 +133,6 @@ def _inconsistent(q, pages, tree, scale) -> str | None:
     for name, x in [("q", q)] + ([("tree", tree[0])] if tree else []):
         if x.dtype != pages.dtype:
             return f"{name} is {x.dtype.name} and the cache {pages.dtype.name}: both must be the same"
-        if x.shape[-1] != pages.shape[-1]:
-            return f"{name} has rows of {x.shape[-1]} values and the cache of {pages.shape[-1]}: both must be the same"
     return None
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
 from pallas_kernels.context_decode.reference import NO_KEYS
+from pallas_kernels.shapes import check_shapes
 
 _THREADS = 128
 _IN_FLIGHT = 32  # parts that are read at once, of 4 registers a thread each where D is 512
@@ -53,10 +54,16 @@ def merge_splits(
       Output and log-sum-exp over all parts; without any keys an output of 0 and -1e30.
 
     Raises:
-      ValueError: shapes that the kernel does not take (see `unsupported`).
+      ValueError: shapes that the kernel does not take (see `unsupported`), or that don't go together.
     """
-    b, kv_heads, parts, _, rows, d = outputs.shape
-    if broken := unsupported(rows, d):
+    check_shapes(outputs=(outputs, "B K parts tiles R D"), lses=(lses, "B K parts tiles L"))
+    b, kv_heads, parts, tiles, rows, d = outputs.shape
+    broken = unsupported(rows, d)
+    if lses.shape[-1] < rows:
+        broken = broken or f"lses of {lses.shape[-1]} rows must be of at least the {rows} that a tile of outputs has"
+    if not 1 <= tokens * group <= tiles * rows:
+        broken = broken or f"{tokens} tokens of {group} heads must be 1 to {tiles * rows} rows, as outputs has"
+    if broken:
         raise ValueError(f"{broken}; use merge for this")
     interpret = mosaic.simulation(interpret)
 

@@ -21,6 +21,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.context_decode.plan import TILE, copied_rows, round_up, unsupported
 from pallas_kernels.context_decode.reference import NO_KEYS
 from pallas_kernels.lse_merge import LSE_COLUMNS
+from pallas_kernels.shapes import check_shapes
 
 _TILE_ROWS = 8  # of a tile of wgmma operands in shared memory
 _PART_ROWS = 4 * TILE  # of all parts in shared memory at once: what fits with a head_dim of 128
@@ -53,12 +54,19 @@ def tree_join(
       Output in the type of q; 0 for a node that sees nothing.
 
     Raises:
-      ValueError: shapes or types that the kernel does not take.
+      ValueError: shapes or types that the kernel does not take, or shapes that don't go together.
     """
+    check_shapes(
+        q=(q, "B T H D"),
+        k=(k, "B T K D"),
+        v=(v, "B T K D"),
+        ancestors=(ancestors, "B T 2"),
+        parts=(parts, f"ranks B T own_H D+{LSE_COLUMNS}"),
+    )
     t, h, d = q.shape[1:]
     broken = unsupported(
         dtype=q.dtype, tokens=t, heads=h, kv_heads=k.shape[2], head_dim=d, page_size=TILE
-    ) or _inconsistent(q, k, v, parts, scale)
+    ) or _inconsistent(q, k, v, first_head, parts, scale)
     if broken:
         raise ValueError(f"{broken}; use the reference (attention='reference') for this")
     interpret = mosaic.simulation(interpret)
@@ -71,8 +79,7 @@ def tree_join(
     return _call([first, q, k, v, words, parts], scale, interpret or None)[:, :t]
 
 
-def _inconsistent(q, k, v, parts, scale) -> str | None:
-    b, t, h, d = q.shape
+def _inconsistent(q, k, v, first_head, parts, scale) -> str | None:
     if broken := mosaic.unsupported_scale(scale):
         return broken
     for name, x in (("k", k), ("v", v)):
@@ -80,9 +87,10 @@ def _inconsistent(q, k, v, parts, scale) -> str | None:
             return f"{name} is {x.dtype.name} and q {q.dtype.name}: both must be the same"
     if parts.dtype != jnp.float32:
         return f"parts are {parts.dtype.name} and must be float32"
-    own = parts.shape[3]
-    if parts.shape[1:] != (b, t, own, d + LSE_COLUMNS) or not 1 <= own <= h:
-        return f"parts {parts.shape} must be (ranks, {b}, {t}, at most {h} heads, {d + LSE_COLUMNS})"
+    heads, own = q.shape[2], parts.shape[3]
+    last_first = heads - own
+    if last_first < 0 or (isinstance(first_head, int) and not 0 <= first_head <= last_first):
+        return f"first_head={first_head} and the {own} heads of parts must lie within the {heads} query heads"
     return None
 
 

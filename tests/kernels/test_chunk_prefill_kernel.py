@@ -216,16 +216,16 @@ def test_splits_fill_the_multiprocessors_in_one_wave(tokens, splits):
         (dict(heads=17), "17 query heads must be 1 to 16 times the 1 KV heads"),
         (dict(page_size=4), "pages of 4 tokens on a device must have a multiple of 8"),
         (dict(cache_dtype="float16"), "q is bfloat16 and the cache float16: both must be the same"),
-        (dict(chunk_heads=2), "KV heads of cache and chunk differ"),
         (dict(scale=0.0), "scale=0.0 must be positive"),
+        (dict(scale=float("inf")), "scale=inf must be positive and finite"),
         (dict(has_keys=False), "neither a chunk nor a prefix is given"),
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(change, rule):
-    sizes = dict(heads=1, head_dim=64, page_size=16, dtype="bfloat16", chunk_heads=1, scale=1.0, has_keys=True) | change
+    sizes = dict(heads=1, head_dim=64, page_size=16, dtype="bfloat16", scale=1.0, has_keys=True) | change
     q = jnp.zeros((2, sizes["heads"], sizes["head_dim"]), sizes["dtype"])
-    k = jnp.zeros((2, sizes["chunk_heads"], sizes["head_dim"]), sizes["dtype"])
+    k = jnp.zeros((2, 1, sizes["head_dim"]), sizes["dtype"])
     pages = jnp.zeros((1, 2, 2, sizes["page_size"], 1, sizes["head_dim"]), sizes.get("cache_dtype", sizes["dtype"]))
     prefix = Prefix(pages, 0, jnp.ones(1, jnp.int32), jnp.int32(1))
     chunk, prefix = ((k, k), prefix) if sizes["has_keys"] else (None, None)

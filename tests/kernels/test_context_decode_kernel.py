@@ -226,15 +226,17 @@ def test_siblings_do_not_see_each_other():
         (dict(heads=17), "17 query heads must be 1 to 16 times the 1 KV heads"),
         (dict(page_size=24), "pages of 24 tokens"),
         (dict(page_size=4), "pages of 4 tokens"),
+        (dict(scale=0.0), "scale=0.0 must be positive"),
+        (dict(scale=float("inf")), "scale=inf must be positive and finite"),
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(change, rule):
-    sizes = dict(tokens=1, heads=1, head_dim=64, page_size=16, dtype="bfloat16") | change
+    sizes = dict(tokens=1, heads=1, head_dim=64, page_size=16, dtype="bfloat16", scale=1.0) | change
     q = jnp.zeros((1, sizes["tokens"], sizes["heads"], sizes["head_dim"]), sizes["dtype"])
     pages = jnp.zeros((1, 2, 2, sizes["page_size"], 1, sizes["head_dim"]), sizes["dtype"])
     with pytest.raises(ValueError, match=rule) as raised:
-        context_decode(q, pages, 0, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=1.0)
+        context_decode(q, pages, 0, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=sizes["scale"])
     assert "use the reference" in str(raised.value)
 
 

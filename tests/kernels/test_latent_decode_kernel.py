@@ -207,15 +207,14 @@ def test_the_reference_is_attention_with_one_kv_head_whose_values_are_part_of_it
         (dict(page_size=24), "pages of 24 tokens"),
         (dict(page_size=4), "pages of 4 tokens"),
         (dict(scale=0.0), "scale=0.0 must be positive"),
-        (dict(q_width=512), "q has rows of 512 values and the cache of 576"),
+        (dict(scale=float("inf")), "scale=inf must be positive and finite"),
         (dict(q_dtype="float16"), "q is float16 and the cache bfloat16: both must be the same"),
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(change, rule):
     sizes = dict(tokens=1, heads=1, width=KEY, page_size=16, dtype="bfloat16", scale=SCALE) | change
-    width, dtype = sizes.get("q_width", sizes["width"]), sizes.get("q_dtype", sizes["dtype"])
-    q = jnp.zeros((1, sizes["tokens"], sizes["heads"], width), dtype)
+    q = jnp.zeros((1, sizes["tokens"], sizes["heads"], sizes["width"]), sizes.get("q_dtype", sizes["dtype"]))
     pages = jnp.zeros((1, 2, sizes["page_size"], sizes["width"]), sizes["dtype"])
     with pytest.raises(ValueError, match=rule) as raised:
         latent_decode(q, pages, 0, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=sizes["scale"])

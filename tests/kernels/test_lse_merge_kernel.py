@@ -56,6 +56,19 @@ def test_rows_that_do_not_fill_the_threads_are_refused_with_the_rule_and_the_rem
         merge_splits(jnp.zeros((1, 1, 2, 1, rows, width)), jnp.zeros((1, 1, 2, 1, rows)), 1, rows)
 
 
+@pytest.mark.parametrize(
+    ("lse_rows", "tokens", "rule"),
+    [
+        (7, 1, "lses of 7 rows must be of at least the 8 that a tile of outputs has"),
+        (8, 9, "9 tokens of 2 heads must be 1 to 16 rows, as outputs has"),
+        (8, 0, "0 tokens of 2 heads must be 1 to 16 rows"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(lse_rows, tokens, rule):
+    with pytest.raises(ValueError, match=rule):
+        merge_splits(jnp.zeros((1, 1, 3, 2, 8, 64)), jnp.zeros((1, 1, 3, 2, lse_rows)), tokens, 2)
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("parts", "width"), [(8, 512), (132, 512), (15, 64)])
 def test_compiles_for_an_h200_as_one_launch_without_spills(parts, width, monkeypatch, capfd):

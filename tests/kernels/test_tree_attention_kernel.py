@@ -133,18 +133,23 @@ def test_a_node_that_sees_no_node_gets_the_parts_alone_and_without_them_zero():
         (dict(heads=3, kv_heads=2), "3 query heads must be 1 to 16 times the 2 KV heads"),
         (dict(kv_dtype="float16"), "k is float16 and q bfloat16: both must be the same"),
         (dict(parts_dtype="bfloat16"), "parts are bfloat16 and must be float32"),
-        (dict(own_heads=3), "must be .ranks, 1, 1, at most 2 heads, 72."),
+        (dict(own_heads=3), "first_head=0 and the 3 heads of parts must lie within the 2 query heads"),
+        (dict(first_head=2), "first_head=2 and the 1 heads of parts must lie within the 2 query heads"),
         (dict(scale=0.0), "scale=0.0 must be positive"),
+        (dict(scale=float("inf")), "scale=inf must be positive and finite"),
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take_is_refused_with_the_rule_and_the_remedy(change, rule):
-    x = dict(tokens=1, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", own_heads=1, scale=1.0) | change
+    x = (
+        dict(tokens=1, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", own_heads=1, first_head=0, scale=1.0)
+        | change
+    )
     q = jnp.zeros((1, x["tokens"], x["heads"], x["head_dim"]), x["dtype"])
     k = jnp.zeros((1, x["tokens"], x["kv_heads"], x["head_dim"]), x.get("kv_dtype", x["dtype"]))
     parts = jnp.zeros((2, 1, x["tokens"], x["own_heads"], x["head_dim"] + 8), x.get("parts_dtype", "float32"))
     with pytest.raises(ValueError, match=rule) as raised:
-        tree_join(q, k, k, jnp.zeros((1, x["tokens"], 2), jnp.uint32), 0, parts, scale=x["scale"])
+        tree_join(q, k, k, jnp.zeros((1, x["tokens"], 2), jnp.uint32), x["first_head"], parts, scale=x["scale"])
     assert "use the reference" in str(raised.value)
 
 
