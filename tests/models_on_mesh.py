@@ -21,6 +21,7 @@ from jaxspec.llm import TAIL_AXES
 from jaxspec.mesh import MeshShape, make_mesh
 from jaxspec.models.decoder import DecoderLayout, ignore
 from jaxspec.models.registry import read_config
+from jaxspec.speculate.attention import REFERENCE
 from jaxspec.speculate.state import StepSpec
 from jaxspec.speculate.trees import TreeSpec
 from pallas_kernels.chunk_prefill import causal_attention
@@ -44,7 +45,7 @@ class FileReader:
 
 @functools.cache
 def load(name: str):
-    """(config, tensors, reference) of a fixture model; the target of the pair has no reference."""
+    """(config, tensors, reference) of a fixture model, or of any directory; the target of the pair has no reference."""
     directory = FIXTURES / name if name == PAIR_TARGET else MODELS / name
     reference = directory / "reference.safetensors"
     return (
@@ -54,13 +55,13 @@ def load(name: str):
     )
 
 
-def layout_of(name: str, mesh: MeshShape, placement: str = "last") -> DecoderLayout:
-    return DecoderLayout(load(name)[0], mesh, TAIL_AXES[placement], np.dtype("float32"))
+def layout_of(name: str, mesh: MeshShape, placement: str = "last", dtype: str = "float32") -> DecoderLayout:
+    return DecoderLayout(load(name)[0], mesh, TAIL_AXES[placement], jnp.dtype(dtype))
 
 
 @functools.cache
-def restored(name: str, mesh: MeshShape, placement: str = "last"):
-    return restore_decoder(FileReader(load(name)[1]), layout_of(name, mesh, placement), make_mesh(mesh))
+def restored(name: str, mesh: MeshShape, placement: str = "last", dtype: str = "float32"):
+    return restore_decoder(FileReader(load(name)[1]), layout_of(name, mesh, placement, dtype), make_mesh(mesh))
 
 
 @functools.lru_cache(maxsize=3)  # a program of XLA:CPU takes hundreds of the 65,530 memory maps of a process
@@ -76,10 +77,12 @@ def engine(
     num_slots: int = 4,
     page_size: int = 8,
     num_pages: int = 64,
+    dtype: str = "float32",
+    attention: str = REFERENCE,
 ) -> Engine:
     """One engine for tests that follow each other and ask for the same."""
-    graph, weights = restored(name, mesh, placement)
-    layout = layout_of(name, mesh, placement)
+    graph, weights = restored(name, mesh, placement, dtype)
+    layout = layout_of(name, mesh, placement, dtype)
     drafter = (find_drafter(draft) if isinstance(draft, str) else draft).fit(layout.config)
     spec = StepSpec(
         layout=layout,
@@ -91,6 +94,7 @@ def engine(
         slots_per_group=-(-num_slots // mesh.pp),
         chunk=chunk,
         rounds=rounds,
+        attention=attention,
     )
     return Engine(spec, make_mesh(mesh), graph, weights, drafter.restore(layout, make_mesh(mesh)))
 
