@@ -57,6 +57,14 @@ def test_outputs_come_in_order_and_add_up(reference, outputs):
         assert output.text == case["new_text"].removesuffix("<|im_end|>")
         assert output.finish_reason == ("stop" if case["new_ids"][-1] == 2 else "length")
         assert len(output.token_ids) == 1 + sum(output.accepted_lengths)
+        assert output.tokens_per_second is not None
+
+
+def test_one_round_has_no_speed(llm, reference):
+    case = reference["greedy"][0]
+    (output,) = llm.generate([case["prompt_ids"]], jaxspec.SamplingParams(max_tokens=2))
+    assert output.token_ids == case["new_ids"][:2]
+    assert (output.accepted_lengths, output.tokens_per_second) == ([1], None)
 
 
 def test_repetitive_text_is_accepted(outputs):

@@ -41,7 +41,7 @@ class RequestOutput:
         of that prefill counts as a round of 1.)
       finish_reason: "stop" (an end token or a stop string) or "length".
       time_to_first_token_s: from its arrival, waiting for a slot included.
-      tokens_per_second: of the tokens after the first; None where there is only one.
+      tokens_per_second: of the tokens after the first; None where they took one round or none, which shows no speed.
     """
 
     prompt: str | None
@@ -120,6 +120,7 @@ class Transcript:
         sequence = self.sequence
         assert sequence.first_token_at is not None and sequence.finished_at is not None and sequence.finish_reason
         seconds, rest = sequence.finished_at - sequence.first_token_at, len(sequence.token_ids) - 1
+        has_speed = len(sequence.accepted_lengths) > 1 and seconds > 0  # one round may arrive with the first token
         if not self._has_read:
             self.text = self._tokenizer.whole_text(sequence.token_ids)
         return RequestOutput(
@@ -130,5 +131,5 @@ class Transcript:
             finish_reason=sequence.finish_reason,
             accepted_lengths=sequence.accepted_lengths,
             time_to_first_token_s=sequence.first_token_at - sequence.arrived_at,
-            tokens_per_second=rest / seconds if rest and seconds > 0 else None,
+            tokens_per_second=rest / seconds if has_speed else None,
         )

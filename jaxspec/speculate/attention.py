@@ -61,7 +61,8 @@ def choose_attention(
         elif device.platform != "cpu" and not is_hopper:
             broken = broken or f"the kernel runs on Hopper GPUs, not on {device.device_kind}"
         if broken:
-            raise UserError(f"attention 'pallas': {broken}; use attention 'reference' or 'auto'")
+            other = "" if layout.dtype in plan.DTYPES else "dtype 'bfloat16', or "
+            raise UserError(f"attention 'pallas': {broken}; use {other}attention 'reference' or 'auto'")
         return PALLAS, "simulated on the CPU: right results, very slow" if device.platform == "cpu" else "as asked for"
     if not is_hopper:
         return REFERENCE, "the kernel runs on Hopper GPUs"
